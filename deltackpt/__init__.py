@@ -1,0 +1,1 @@
+"""deltackpt: save training state as often as every step, writing only what changed."""

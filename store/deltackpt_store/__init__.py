@@ -1,0 +1,1 @@
+"""deltackpt_store: the content-addressed checkpoint store (bytes only, no torch)."""

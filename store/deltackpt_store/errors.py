@@ -1,0 +1,136 @@
+"""Every error this project raises, grouped by what the caller would do about it.
+
+Each class is also the builtin exception that people already catch, survives pickling (errors cross
+process borders), and carries three things besides its message: ``kind``, a stable machine-readable
+word; ``context``, the facts (step, tensor key, digest, path, ...); and ``hint``, the way out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+
+def _rebuild(
+    cls: type[DeltackptError], message: str, kind: str, hint: str | None, context: dict[str, Any]
+) -> DeltackptError:
+    return cls(message, kind=kind, hint=hint, **context)
+
+
+class DeltackptError(Exception):
+    """Base of all errors of the project.
+
+    ``str(error)`` is the message, followed by the hint when there is one.
+    """
+
+    default_kind = "error"
+
+    def __init__(
+        self, message: str, *, kind: str | None = None, hint: str | None = None, **context: Any
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.kind = kind or self.default_kind
+        self.hint = hint
+        self.context = context
+
+    def __str__(self) -> str:
+        return f"{self.message} ({self.hint})" if self.hint else self.message
+
+    def __reduce__(
+        self,
+    ) -> tuple[Callable[..., DeltackptError], tuple[object, ...]]:
+        return _rebuild, (type(self), self.message, self.kind, self.hint, self.context)
+
+
+class NotFoundError(DeltackptError, KeyError):
+    """A store, run, step, pin or tensor that was named does not exist: name another."""
+
+    default_kind = "not-found"
+
+
+class CorruptionError(DeltackptError, ValueError):
+    """Stored bytes are not the bytes that were written: restore another step, or repair."""
+
+    default_kind = "corruption"
+
+
+class UnsupportedFormatError(DeltackptError, ValueError):
+    """The store needs a newer (or another) version of this package: upgrade."""
+
+    default_kind = "unsupported-format"
+
+
+class StorageError(DeltackptError, OSError):
+    """The file system said no (full, read-only, I/O error): mend it and save again.
+
+    ``errno`` is that of the operating system where there was one.
+    """
+
+    default_kind = "storage"
+
+    def __init__(
+        self, message: str, *, kind: str | None = None, hint: str | None = None, **context: Any
+    ) -> None:
+        super().__init__(message, kind=kind, hint=hint, **context)
+        self.errno = context.get("errno")
+
+
+class ConflictError(DeltackptError, RuntimeError):
+    """Somebody else holds or already made this (run, step, commit number): choose."""
+
+    default_kind = "conflict"
+
+
+class InvalidInputError(DeltackptError, ValueError):
+    """An argument, option or value in the state cannot be used: change it."""
+
+    default_kind = "invalid-input"
+
+
+class MismatchError(InvalidInputError):
+    """The checkpoint and the restore target differ in keys, shapes or dtypes; target untouched."""
+
+    default_kind = "mismatch"
+
+
+class StateError(DeltackptError, RuntimeError):
+    """The object is closed, forked or otherwise unable to do this now."""
+
+    default_kind = "state"
+
+
+class WriterError(DeltackptError, RuntimeError):
+    """The background writer died or broke its protocol; the next save starts a new one."""
+
+    default_kind = "writer"
+
+
+_BY_NAME: dict[str, type[DeltackptError]] = {
+    c.__name__: c
+    for c in (
+        DeltackptError, NotFoundError, CorruptionError, UnsupportedFormatError, StorageError,
+        ConflictError, InvalidInputError, MismatchError, StateError, WriterError,
+    )
+}  # fmt: skip
+
+
+def to_wire(error: BaseException) -> dict[str, Any]:
+    """Turn any exception into plain msgpack values, to cross the control channel."""
+    if isinstance(error, DeltackptError):
+        context = {k: v if isinstance(v, (int, str, bytes)) else repr(v)
+                   for k, v in error.context.items()}  # fmt: skip
+        return {"type": type(error).__name__, "message": error.message, "kind": error.kind,
+                "hint": error.hint, "context": context}  # fmt: skip
+    if isinstance(error, OSError):
+        return {"type": "StorageError", "message": f"{type(error).__name__}: {error}",
+                "kind": "storage", "hint": None, "context": {"errno": error.errno}}  # fmt: skip
+    return {"type": "WriterError", "message": f"{type(error).__name__}: {error}",
+            "kind": "writer", "hint": None, "context": {}}  # fmt: skip
+
+
+def from_wire(data: dict[str, Any]) -> DeltackptError:
+    """Inverse of :func:`to_wire`; an unknown type becomes :class:`DeltackptError`."""
+    cls = _BY_NAME.get(str(data.get("type")), DeltackptError)
+    return cls(str(data.get("message")), kind=data.get("kind"), hint=data.get("hint"),
+               **dict(data.get("context") or {}))  # fmt: skip

@@ -1,0 +1,193 @@
+"""The one thin layer through which every byte of a store is read and written.
+
+`FileIO` is the real file system. Tests substitute subclasses that record operations (to enumerate
+crash states) or fail them. Nothing else in the project opens, renames, syncs or deletes a file of
+a store; the LMDB cache, which is disposable, is the only exception.
+
+Durability protocol for a write-once file (`publish`): exclusive temporary name in the same
+directory -> write -> fdatasync -> `link` to the final name (fails when it exists) -> unlink the
+temporary name -> fsync of the directory. An fsync that failed is never retried on the same file:
+the kernel may have dropped the dirty pages while marking them clean (Rebello et al., ATC 2020).
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Sequence
+from typing import Protocol
+
+Buffer = bytes | bytearray | memoryview
+
+_IOV_MAX = 1024
+TEMPORARY_PREFIX = ".tmp-"
+
+
+class FileIO:
+    """Real files. All paths are absolute ``str``; handles are file descriptors (``int``).
+
+    Errors are plain ``OSError``; callers translate them. Methods are safe to call from any thread;
+    a handle is used by one thread at a time, except :meth:`read_into`, which is positional.
+    """
+
+    # writing -------------------------------------------------------------------------------
+
+    def create(self, path: str, mode: int = 0o666) -> int:
+        """Create `path` exclusively for writing (``FileExistsError`` when it exists)."""
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+
+    def write(self, handle: int, buffers: Sequence[Buffer], offset: int) -> int:
+        """Write all `buffers` at `offset`, looping over short writes; return bytes written."""
+        views = [v for v in (memoryview(b).cast("B") for b in buffers) if len(v)]
+        total = 0
+        while views:
+            done = self._pwritev(handle, views[:_IOV_MAX], offset + total)
+            if done <= 0:
+                raise OSError(5, f"write returned {done}")
+            total += done
+            while views and done >= len(views[0]):
+                done -= len(views.pop(0))
+            if done:
+                views[0] = views[0][done:]
+        return total
+
+    def _pwritev(self, handle: int, views: Sequence[Buffer], offset: int) -> int:
+        return os.pwritev(handle, views, offset)
+
+    def sync(self, handle: int) -> None:
+        """Make the file's bytes and length durable (fdatasync)."""
+        os.fdatasync(handle)
+
+    def close(self, handle: int) -> None:
+        os.close(handle)
+
+    def link(self, source: str, target: str) -> None:
+        """Give `source` the second name `target`; ``FileExistsError`` when it is taken."""
+        os.link(source, target)
+
+    def unlink(self, path: str) -> None:
+        os.unlink(path)
+
+    def sync_directory(self, path: str) -> None:
+        """Make names created in or removed from the directory durable."""
+        handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+    def mkdir(self, path: str) -> None:
+        os.mkdir(path)
+
+    def rmdir(self, path: str) -> None:
+        os.rmdir(path)
+
+    # reading -------------------------------------------------------------------------------
+
+    def open(self, path: str) -> int:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def size(self, handle: int) -> int:
+        return os.fstat(handle).st_size
+
+    def read_into(self, handle: int, buffers: Sequence[bytearray | memoryview], offset: int) -> int:
+        """Fill `buffers` in turn from `offset`; return bytes read (short only at end of file)."""
+        views = [v for v in (memoryview(b).cast("B") for b in buffers) if len(v)]
+        total = 0
+        while views:
+            done = os.preadv(handle, views[:_IOV_MAX], offset + total)
+            if done == 0:
+                break
+            total += done
+            while views and done >= len(views[0]):
+                done -= len(views.pop(0))
+            if done:
+                views[0] = views[0][done:]
+        return total
+
+    def list(self, path: str) -> list[str]:
+        """Names in the directory, unsorted. An error is raised, never read as 'empty'."""
+        return os.listdir(path)
+
+    def exists(self, path: str) -> bool:
+        try:
+            os.stat(path)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def free_bytes(self, path: str) -> int:
+        status = os.statvfs(path)
+        return status.f_bavail * status.f_frsize
+
+
+class HasIO(Protocol):
+    io: FileIO
+
+
+def read_file(io: FileIO, path: str, limit: int) -> bytes:
+    """Read a whole small file; ``OSError`` (EFBIG) when it is larger than `limit` bytes."""
+    handle = io.open(path)
+    try:
+        size = io.size(handle)
+        if size > limit:
+            raise OSError(27, f"file of {size} bytes is larger than the limit of {limit}", path)
+        data = bytearray(size)
+        read = io.read_into(handle, [data], 0)
+        return bytes(data[:read])
+    finally:
+        io.close(handle)
+
+
+def make_directories(io: FileIO, path: str) -> None:
+    """Create `path` and missing parents, each made durable in its parent."""
+    missing: list[str] = []
+    while not io.exists(path):
+        missing.append(path)
+        path = os.path.dirname(path)
+    for directory in reversed(missing):
+        try:
+            io.mkdir(directory)
+        except FileExistsError:
+            continue
+        io.sync_directory(os.path.dirname(directory))
+
+
+def publish_bytes(io: FileIO, path: str, data: Buffer | Sequence[Buffer]) -> None:
+    """Create `path` with `data`, durable on return, whole or not at all, never overwriting.
+
+    Raises ``FileExistsError`` when `path` exists; leaves no temporary file on any error.
+    """
+    buffers = [data] if isinstance(data, (bytes, bytearray, memoryview)) else data
+    directory, name = os.path.split(path)
+    temporary = os.path.join(directory, temporary_name(name))
+    handle = io.create(temporary)
+    try:
+        try:
+            io.write(handle, buffers, 0)
+            io.sync(handle)
+        finally:
+            io.close(handle)
+        publish_file(io, temporary, path)
+    except BaseException:
+        discard(io, temporary)
+        raise
+
+
+def publish_file(io: FileIO, temporary: str, path: str) -> None:
+    """Give an already synced temporary file its final name, durably, never overwriting."""
+    io.link(temporary, path)
+    discard(io, temporary)
+    io.sync_directory(os.path.dirname(path))
+
+
+def temporary_name(name: str) -> str:
+    return f"{TEMPORARY_PREFIX}{secrets.token_hex(6)}-{name[:80]}"
+
+
+def discard(io: FileIO, path: str) -> None:
+    """Best-effort removal of a temporary file; a leftover is reclaimed by garbage collection."""
+    try:
+        io.unlink(path)
+    except OSError:
+        pass

@@ -1,0 +1,1 @@
+"""deltackpt_tools: command line and inspection of a checkpoint store (no torch)."""
