@@ -1,0 +1,35 @@
+"""The whole hook in a plain training loop. Run it, kill it at any time, run it again.
+
+    python examples/plain_loop.py runs/example
+"""
+
+import sys
+
+import torch
+
+import deltackpt
+
+store = sys.argv[1] if len(sys.argv) > 1 else "runs/example"
+steps = 200
+
+torch.manual_seed(0)
+model = torch.nn.Sequential(
+    torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Dropout(0.1), torch.nn.Linear(256, 64)
+)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=steps)
+
+ckpt = deltackpt.Checkpointer(
+    store, {"model": model, "optimizer": optimizer, "scheduler": scheduler}, every=10
+)
+with ckpt:
+    last = ckpt.restore()  # the newest step that verifies, or None on a fresh run
+    for step in range(last.step + 1 if last else 0, steps):
+        x = torch.randn(32, 64)
+        loss = (model(x) - x.flip(1)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+        ckpt.step(step, metrics={"loss": loss.item()})  # saves when due, returns at once
+print(f"started at step {last.step + 1 if last else 0}, ended with loss {loss.item():.6f}")
