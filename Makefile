@@ -1,0 +1,63 @@
+# Everything a developer or CI runs. Needs make and Python 3.11 or newer; the rest is installed
+# into .venv, which every target creates, and refreshes when a requirements file has changed.
+
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+DEV := $(VENV)/.stamp-dev
+DEMO := $(VENV)/.stamp-demo
+PIP := $(PY) -m pip --disable-pip-version-check --no-input
+ARGS ?=
+
+.DELETE_ON_ERROR:
+.PHONY: help venv demo test lint format bench clean
+
+help:
+	@echo "make demo    train a real model, kill it during a save, resume bit for bit"
+	@echo "make test    the test suite (ARGS='tests/unit -k cli' selects)"
+	@echo "make lint    style, types, layers, wheel content"
+	@echo "make bench   stall, bytes and restore time against other checkpointers"
+	@echo "make format  rewrite the sources in the project's style"
+	@echo "make venv    only the development environment, in $(VENV)"
+	@echo "make clean   remove build output, caches and the environment"
+
+# torch is named exactly and first: asked for by range it may come with several GB of CUDA.
+$(DEV): pyproject.toml requirements-dev.txt constraints-dev.txt
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("deltackpt needs Python 3.11 or newer; this is %s: make PYTHON=python3.11 ..." % sys.version.split()[0])'
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet --constraint constraints-dev.txt --upgrade pip
+	$(PIP) install --quiet --constraint constraints-dev.txt torch==2.13.0
+	$(PIP) install --quiet --constraint constraints-dev.txt --requirement requirements-dev.txt
+	$(PIP) install --quiet --no-build-isolation --no-deps --editable .
+	@touch $@
+
+$(DEMO): $(DEV) requirements-demo.txt
+	$(PIP) install --quiet --constraint constraints-dev.txt --requirement requirements-demo.txt
+	@touch $@
+
+venv: $(DEV)
+
+demo: $(DEMO)
+	$(PY) tools/demo.py $(ARGS)
+
+# One OpenMP thread per test process: two processes of N threads each only wait for one another.
+test: $(DEV)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile $(ARGS)
+
+lint: $(DEV)
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m pyright
+	$(VENV)/bin/lint-imports --no-cache
+	$(PY) -m mypy tests/docs/consumer.py
+	$(PY) tools/check_wheel.py
+
+format: $(DEV)
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+bench: $(DEV)
+	$(PY) tools/bench.py $(ARGS)
+
+clean:
+	rm -rf $(VENV) build dist .bench .demo .hypothesis .mypy_cache .pytest_cache .ruff_cache
