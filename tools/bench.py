@@ -77,7 +77,7 @@ def same_bits(one: Any, other: Any) -> bool:
         flat = [t.detach().reshape(-1).view(torch.uint8) for t in (one, other)]
         return torch.equal(*flat)
     if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same_bits(one[k], other[k]) for k in one)
+        return all(k in other and same_bits(one[k], other[k]) for k in one)
     if isinstance(one, (list, tuple)):
         return len(one) == len(other) and all(map(same_bits, one, other))
     return True  # plain values: some peers hold tensors only
