@@ -13,14 +13,39 @@ The `structure` is a msgpack document of nodes: an integer is a leaf slot, a lis
 
 from __future__ import annotations
 
+import re
+
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from deltackpt_store.errors import UnsupportedFormatError
+
 ID_BYTES = 32
 INLINE_BYTES = 512
+MAX_CHUNK_BYTES = 64 * 1024 * 1024
 
 Ids = NDArray[np.uint8]  # shape (chunks, 32)
+
+_BITS = re.compile(r"[a-z]+?([0-9]{1,3})(?![0-9])[a-z0-9_]*\Z")
+
+
+def element_bytes(dtype: str) -> int:
+    """Bytes of one element of the dtype called `dtype` (``float32``, ``float8_e4m3fn``, ...).
+
+    Read from the name (its first number is the width in bits, less than a byte counts as one), so
+    that a dtype newer than this package needs no table entry. UnsupportedFormatError for a name
+    without a width.
+    """
+    if dtype == "bool":
+        return 1
+    match = _BITS.match(dtype)
+    bits = int(match[1]) if match else 0
+    if not 1 <= bits <= 256:
+        raise UnsupportedFormatError(
+            f"dtype {dtype[:80]!r} is unknown", kind="dtype", hint="upgrade deltackpt"
+        )
+    return -(-bits // 8)
 
 
 class TensorView(msgspec.Struct, frozen=True, array_like=True):
@@ -93,7 +118,12 @@ class Snapshot:
     """The whole content of one step, resolved: layout plus the value of every leaf and extent.
 
     `objects`: slot -> value document. `inline`: extent -> raw bytes. `chunks`: extent -> ids, an
-    array of shape (chunk_count, 32). Arrays are never written in place once a snapshot holds them.
+    array of shape (chunk_count, 32). Arrays are never written in place once a snapshot holds them,
+    so an array that two snapshots share is known to be equal.
+
+    Of a snapshot read from a store, `packs` are all packs that restoring it may need (its
+    closure), `digest` is that of its manifest and `base` that of its base manifest (None for a
+    base); a snapshot made by hand has none of them.
     """
 
     def __init__(
@@ -103,12 +133,19 @@ class Snapshot:
         inline: dict[int, bytes],
         chunks: dict[int, Ids],
         environment: bytes = b"\x80",
+        *,
+        packs: tuple[str, ...] = (),
+        digest: bytes | None = None,
+        base: bytes | None = None,
     ) -> None:
         self.layout = layout
         self.objects = objects
         self.inline = inline
         self.chunks = chunks
         self.environment = environment
+        self.packs = packs
+        self.digest = digest
+        self.base = base
 
 
 class Commit(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -117,6 +154,8 @@ class Commit(msgspec.Struct, frozen=True, omit_defaults=True):
     `parent` is (run, number, commit digest) of the step this one continues from, which may lie in
     another run. Order within a run is `number`, never `created` (Unix seconds, information only).
     `closure` is the BLAKE3-256 of the newline-joined sorted pack names the manifest depends on.
+    `ancestors` are the numbers of this run that this commit continues, as inclusive ranges in
+    ascending order: they tell the lineage even when retention has removed commits in between.
     """
 
     run: str
@@ -134,4 +173,5 @@ class Commit(msgspec.Struct, frozen=True, omit_defaults=True):
     versions: dict[str, str]
     metrics: dict[str, float] = {}
     stats: dict[str, float] = {}
+    ancestors: tuple[tuple[int, int], ...] = ()
     digest: bytes = b""

@@ -1,0 +1,150 @@
+"""The identity of tensors, objects and steps: domain-separated BLAKE3-256 over exact content.
+
+Two steps, replicas or restores are bit-identical when their roots are equal. What enters: bytes
+(through chunk ids), dtype, shape, stride, offset, conj/neg/parameter/requires_grad flags, global
+shape and shard offsets, the cutting into chunks, which tensors share bytes, the container
+structure and every path. What does not: devices, environment, metrics, packs, codecs, step number.
+
+Every digest starts with a text line that names its domain, so that no two kinds of record can be
+confused; all that follows is of fixed or declared length (see docs/format.md).
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from blake3 import blake3
+
+from deltackpt_store.manifest import ExtentSpec, Layout, Snapshot, TensorView
+
+_TENSOR = b"deltackpt tensor 1\n"
+_OBJECT = b"deltackpt object 1\n"
+_ROOT = b"deltackpt root 1\n"
+_SUBTREE = b"deltackpt subtree 1\n"
+_LEAF = struct.Struct("<cI")
+_KIND_TENSOR, _KIND_OBJECT = b"t", b"o"
+
+
+def _numbers(values: Sequence[int] | None) -> str:
+    return "-" if values is None else ",".join(map(str, values))
+
+
+def tensor_header(view: TensorView, extent: ExtentSpec) -> bytes:
+    """The canonical description that precedes a tensor's chunk ids or inline bytes in its hash."""
+    flags = view.conj | view.neg << 1 | view.parameter << 2 | view.requires_grad << 3
+    return _TENSOR + (
+        f"{view.dtype} shape={_numbers(view.shape)} stride={_numbers(view.stride)} "
+        f"offset={view.offset} flags={flags} global={_numbers(view.global_shape)} "
+        f"shard={_numbers(view.shard_offsets)} bytes={extent.nbytes} chunk={extent.chunk_bytes}\n"
+    ).encode("ascii")
+
+
+def object_digest(document: bytes) -> bytes:
+    """Digest of a plain value, given its value document."""
+    return blake3(_OBJECT + document).digest()
+
+
+class _Plan:
+    """The part of a root that depends on the layout only, kept between the steps of a run."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        count = len(layout.paths)
+        views: list[TensorView | None] = [None] * count
+        for view in layout.tensors:
+            views[view.slot] = view
+        self.views = views
+        self.headers = [
+            b"" if view is None else tensor_header(view, layout.extents[view.extent])
+            for view in views
+        ]
+        paths = [path.encode() for path in layout.paths]
+        self.paths = [struct.pack("<I", len(path)) + path for path in paths]
+
+
+_plans: OrderedDict[int, _Plan] = OrderedDict()
+_PLANS_KEPT = 4
+
+
+def _plan(layout: Layout) -> _Plan:
+    # Keyed by address, which is safe because a kept plan holds its layout alive.
+    plan = _plans.get(id(layout))
+    if plan is None or plan.layout is not layout:
+        plan = _plans[id(layout)] = _Plan(layout)
+        while len(_plans) > _PLANS_KEPT:
+            try:
+                _plans.popitem(last=False)
+            except KeyError:  # another thread emptied it first
+                break
+    return plan
+
+
+def _content(snapshot: Snapshot, extent: int) -> bytes | memoryview:
+    ids = snapshot.chunks.get(extent)
+    return snapshot.inline[extent] if ids is None else ids.data.cast("B") if len(ids) else b""
+
+
+def tensor_digest(snapshot: Snapshot, slot: int) -> bytes:
+    """Digest of the tensor in `slot`: description, then chunk ids (or the inline bytes)."""
+    plan = _plan(snapshot.layout)
+    view = plan.views[slot]
+    if view is None:
+        raise IndexError(f"slot {slot} holds no tensor")
+    return blake3(plan.headers[slot]).update(_content(snapshot, view.extent)).digest()
+
+
+def leaf_digests(snapshot: Snapshot, slots: Sequence[int] | None = None) -> dict[int, bytes]:
+    """Digest of every leaf (or of the given slots): tensors and objects alike."""
+    plan = _plan(snapshot.layout)
+    digests: dict[int, bytes] = {}
+    for slot in range(len(plan.views)) if slots is None else slots:
+        view = plan.views[slot]
+        if view is None:
+            digests[slot] = object_digest(snapshot.objects[slot])
+        else:
+            content = _content(snapshot, view.extent)
+            digests[slot] = blake3(plan.headers[slot]).update(content).digest()
+    return digests
+
+
+def _leaves(snapshot: Snapshot, slots: Sequence[int], skip: int) -> bytes:
+    """One entry per leaf: path, kind, number of its extent in order of first use, digest.
+
+    `skip` bytes are cut from the front of every path.
+    """
+    plan = _plan(snapshot.layout)
+    numbers: dict[int, int] = {}
+    out = bytearray(struct.pack("<Q", len(slots)))
+    digests = leaf_digests(snapshot, slots)
+    for slot in slots:
+        path, view = plan.paths[slot], plan.views[slot]
+        if skip:
+            cut = path[4 + skip :]
+            path = struct.pack("<I", len(cut)) + cut
+        out += path
+        if view is None:
+            out += _LEAF.pack(_KIND_OBJECT, 0)
+        else:
+            out += _LEAF.pack(_KIND_TENSOR, numbers.setdefault(view.extent, len(numbers)))
+        out += digests[slot]
+    return bytes(out)
+
+
+def root(snapshot: Snapshot, prefix: str | None = None) -> bytes:
+    """Identity of the whole step, or of the leaves at or below the path `prefix`.
+
+    The root of a subtree does not depend on where it hangs (paths count from the prefix) but
+    leaves the types of its containers out. KeyError when nothing lies below the prefix.
+    """
+    layout = snapshot.layout
+    if prefix is None:
+        hasher = blake3(_ROOT)
+        hasher.update(struct.pack("<Q", len(layout.structure)) + layout.structure)
+        return hasher.update(_leaves(snapshot, range(len(layout.paths)), 0)).digest()
+    below = prefix + "/"
+    slots = [i for i, p in enumerate(layout.paths) if p == prefix or p.startswith(below)]
+    if not slots:
+        raise KeyError(prefix)
+    return blake3(_SUBTREE).update(_leaves(snapshot, slots, len(prefix.encode()))).digest()

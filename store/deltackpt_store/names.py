@@ -1,0 +1,95 @@
+"""Names that users type and that become file names: runs, pins, commit numbers, packs, steps.
+
+Only these few forms ever become part of a path; tensor keys never do. A name that was read from a
+store (and is therefore untrusted) passes the same checks before it is joined to a path.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from deltackpt_store.errors import InvalidInputError
+
+NUMBER_DIGITS = 20
+RETIRED_SUFFIX = ".retired"
+
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}\Z")
+_NUMBER = re.compile(r"[0-9]{20}\Z")
+_PACK = re.compile(r"[0-9a-f]{16}-[0-9]{8}\Z")
+_STEP = re.compile(r"[0-9]{1,19}\Z")
+_HEX = re.compile(r"[0-9a-f]{64}\Z")
+
+
+def is_name(name: str) -> bool:
+    """Whether `name` may be a run or pin name."""
+    return _NAME.match(name) is not None
+
+
+def check_name(name: str, what: str) -> str:
+    """Return `name` when it may be a run or pin name (`what` says which in the error)."""
+    if not isinstance(name, str) or not is_name(name):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise InvalidInputError(
+            f"{name!r} cannot be the name of a {what}",
+            kind="bad-name",
+            hint="use 1 to 100 of A-Z a-z 0-9 . _ - and do not start with '.' or '-'",
+            name=str(name),
+        )
+    return name
+
+
+def is_pack_name(name: str) -> bool:
+    """Whether `name` has the form ``<16 hex of the writer>-<8 digits>`` of every pack."""
+    return _PACK.match(name) is not None
+
+
+def pack_path(name: str) -> str:
+    """Path of a pack relative to the store, for a name that passed :func:`is_pack_name`."""
+    return f"packs/{name[:2]}/{name}.pack"
+
+
+def is_digest_name(name: str) -> bool:
+    """Whether `name` is 64 lower-case hexadecimal digits, as manifests are called."""
+    return _HEX.match(name) is not None
+
+
+def number_name(number: int) -> str:
+    """File name of the commit `number`."""
+    return f"{number:0{NUMBER_DIGITS}d}"
+
+
+def parse_number(name: str) -> int | None:
+    """The commit number that a file name stands for, None when it is something else."""
+    return int(name) if _NUMBER.match(name) else None
+
+
+class StepName(NamedTuple):
+    """What a step was called: ``run@step``, ``@step``, ``run@latest``, ``latest`` or a bare name.
+
+    `step` None means the newest step of `run`; `bare` is a run or pin name without ``@``.
+    """
+
+    run: str | None
+    step: int | None
+    bare: str | None
+
+
+def parse_step_name(text: str) -> StepName:
+    """Split a step name; InvalidInputError says which forms exist."""
+    if text == "latest":
+        return StepName(None, None, None)
+    run, at, step = text.rpartition("@")
+    if not at:
+        return StepName(None, None, check_name(text, "run or pin"))
+    if run:
+        check_name(run, "run")
+    if step == "latest":
+        return StepName(run or None, None, None)
+    if _STEP.match(step):
+        return StepName(run or None, int(step), None)
+    raise InvalidInputError(
+        f"{text!r} does not name a step",
+        kind="bad-step-name",
+        hint="write RUN@STEP, @STEP, RUN@latest, latest, a run or a pin",
+        name=text,
+    )

@@ -1,0 +1,30 @@
+"""Operating-system errors as this project's typed errors, with the way out."""
+
+from __future__ import annotations
+
+import errno
+
+from deltackpt_store.errors import StorageError
+
+_HINTS = {
+    errno.ENOSPC: "free some space on that file system; earlier steps are intact",
+    errno.EDQUOT: "the disk quota is used up; earlier steps are intact",
+    errno.EROFS: "that file system is read-only: write to another place, or remount it",
+    errno.EACCES: "check the owner and the permissions of that path",
+    errno.EPERM: "check the owner and the permissions of that path",
+    errno.EIO: "the disk or its connection fails: check the system log, and verify the store",
+    errno.EMFILE: "too many open files in this process: raise `ulimit -n`",
+    errno.ENAMETOOLONG: "that path is longer than the file system allows",
+}
+
+
+def storage_error(error: OSError, doing: str, path: str) -> StorageError:
+    """The StorageError for `error`, met while `doing` ("read the manifest") something to `path`."""
+    code = error.errno
+    reason = error.strerror or str(error)
+    return StorageError(
+        f"cannot {doing} {path}: {reason}",
+        hint=_HINTS.get(code) if code is not None else None,
+        errno=code,
+        path=path,
+    )
