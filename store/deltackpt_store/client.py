@@ -1,0 +1,556 @@
+"""The trainer's end of the writer: leases of staging slots, saves in flight, their outcomes.
+
+A :class:`WriterClient` owns one writer (process or thread), its ring and its channel. When the
+writer dies, every save in flight fails at once with `WriterError` and the client is of no more
+use: make a new one. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import copy
+import logging
+import os
+import queue
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Literal
+
+from . import protocol
+from .errors import (
+    DeltackptError,
+    InvalidInputError,
+    StateError,
+    StorageError,
+    WriterError,
+    from_wire,
+)
+from .fileio import FileIO
+from .launch import Running, WriterProcess, WriterThread
+from .protocol import Channel, CommitRef, Committed, Ready, WriterOptions
+from .ring import DEFAULT_SLOT_BYTES, Ring, SlotPool
+
+_log = logging.getLogger("deltackpt.writer")
+
+Outcome = Committed | DeltackptError
+KEPT_OUTCOMES = 64
+_EXIT_SECONDS = 30.0
+_REAP_SECONDS = 5.0
+
+
+class WriterClient:
+    """Starts a writer and talks to it. All methods may be called from any thread.
+
+    Threads: a sender (so that no interrupt of a caller can tear a message, and no caller waits
+    for the writer to read) and a receiver, both daemons. Buffers: what `begin`, `slot` and
+    `finish` are given is copied before they return; a slot's bytes belong to the writer from
+    `slot` on, until the ring hands the slot out again.
+
+    In a forked child every method raises `StateError`; the child holds no end of the channel.
+    """
+
+    def __init__(
+        self,
+        store: str | os.PathLike[str],
+        run: str,
+        *,
+        seed: int,
+        ring_bytes: int,
+        slot_bytes: int = DEFAULT_SLOT_BYTES,
+        mode: Literal["process", "thread"] = "process",
+        options: WriterOptions | None = None,
+        max_in_flight: int = 2,
+        on_result: Callable[[int, Outcome], None] | None = None,
+        io: FileIO | None = None,
+    ) -> None:
+        """Start the writer and return at once; :meth:`ready` tells whether it could open `store`.
+
+        `seed` is the seed of the change hashes. `ring_bytes` bounds the staging memory (at least
+        one slot). `on_result(save, outcome)` is called in the receiver thread for every save that
+        ends; it must not block. `io` replaces the file layer, in thread mode only.
+        Raises `InvalidInputError`, `StorageError` (no shared memory) and `WriterError` (the
+        process cannot be started).
+        """
+        if mode not in ("process", "thread"):
+            raise InvalidInputError(f"writer must be 'process' or 'thread', got {mode!r}")
+        if io is not None and mode != "thread":
+            raise InvalidInputError("a file layer can be replaced in thread mode only", option="io")
+        self._pid = os.getpid()
+        self._condition = threading.Condition()
+        self._max_in_flight = max_in_flight
+        self._on_result = on_result
+        self._ready: Ready | None = None
+        self._error: DeltackptError | None = None
+        self._closed = False
+        self._ended = False
+        self._asked = False
+        self._next_save = 1
+        self._layout: bytes | None = None
+        self._unfinished: set[int] = set()
+        self._pending: dict[int, None] = {}
+        self._outcomes: dict[int, Outcome] = {}
+        self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._running: Running | None = None
+        self._ring = Ring.create(ring_bytes, slot_bytes)
+        self._pool = SlotPool(self._ring.slots)
+        options = options if options is not None else WriterOptions()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._channel = Channel(ours)
+        self._theirs: socket.socket | None = theirs
+        _clients.add(self)
+        try:
+            hello = protocol.encode(
+                protocol.Hello(
+                    protocol.PROTOCOL, os.fsencode(os.path.abspath(store)), run, seed,
+                    self._ring.slots, self._ring.slot_bytes, options,
+                )
+            )  # fmt: skip
+            if mode == "process":
+                self._running = WriterProcess(theirs, self._ring, nice=options.nice)
+                theirs.close()
+            else:
+                self._running = WriterThread(theirs, self._ring, io=io)
+            self._theirs = None
+        except BaseException:
+            self._ended = self._closed = True
+            theirs.close()
+            self._channel.close()
+            self._ring.close()
+            raise
+        self._outbox.put(hello)
+        self._sender = threading.Thread(target=self._send_loop, name="deltackpt-send", daemon=True)
+        self._receiver = threading.Thread(
+            target=self._receive_loop, name="deltackpt-receive", daemon=True
+        )
+        self._sender.start()
+        self._receiver.start()
+
+    # the writer --------------------------------------------------------------------------------
+
+    def ready(self, timeout: float | None = None) -> Ready:
+        """Wait until the writer has opened the store and holds the run.
+
+        Raises what the writer raised: `NotFoundError`, `UnsupportedFormatError`, `StorageError`
+        (read-only), `ConflictError` (another writer holds the run), ...; `WriterError` when it
+        died; `StorageError` of kind "timeout" after `timeout` seconds.
+        """
+        self._check_process()
+        with self._condition:
+            if not self._condition.wait_for(
+                lambda: self._ready is not None or self._error is not None or self._closed, timeout
+            ):
+                raise _timeout("the writer did not open the store", timeout)
+            self._raise_if_unusable()
+            assert self._ready is not None
+            return self._ready
+
+    @property
+    def alive(self) -> bool:
+        """Whether saves can still be handed over."""
+        return os.getpid() == self._pid and self._error is None and not self._closed
+
+    @property
+    def error(self) -> DeltackptError | None:
+        """Why the writer is of no more use; None while it is, and after a clean close."""
+        return self._error
+
+    @property
+    def writer_pid(self) -> int:
+        """Process id of the writer (that of the trainer in thread mode)."""
+        assert self._running is not None
+        return self._running.pid
+
+    # slots -------------------------------------------------------------------------------------
+
+    @property
+    def slots(self) -> int:
+        return self._ring.slots
+
+    @property
+    def slot_bytes(self) -> int:
+        return self._ring.slot_bytes
+
+    @property
+    def slots_used(self) -> int:
+        """Largest number of slots this client ever used: the ring's memory in slots."""
+        return self._pool.high_water
+
+    def acquire_slot(self, timeout: float | None = None) -> int:
+        """Lease the lowest free slot, waiting for the writer to release one if there is none.
+
+        The lease ends with :meth:`slot` or :meth:`release_slot`. Raises `WriterError` (or what
+        the writer refused the store with) when no slot will come, `StateError` after close,
+        `StorageError` of kind "timeout" after `timeout` seconds.
+        """
+        self._check_process()
+        deadline = None if timeout is None else time.monotonic() + timeout
+        with self._condition:
+            while True:
+                self._raise_if_unusable()
+                slot = self._pool.acquire()
+                if slot is not None:
+                    return slot
+                if not self._asked:
+                    self._asked = True
+                    self._outbox.put(protocol.encode(protocol.NeedSlots()))
+                left = None if deadline is None else deadline - time.monotonic()
+                if left is not None and left <= 0:
+                    raise _timeout("no staging slot became free", timeout)
+                self._condition.wait(left)
+
+    def view(self, slot: int) -> memoryview:
+        """The writable bytes of a leased slot."""
+        self._check_process()
+        return self._ring.view(slot)
+
+    def release_slot(self, slot: int) -> None:
+        """Give a leased slot back unused."""
+        self._check_process()
+        with self._condition:
+            self._pool.give_back(slot)
+            self._condition.notify_all()
+
+    # saves -------------------------------------------------------------------------------------
+
+    def begin(
+        self,
+        *,
+        step: int,
+        layout: bytes,
+        relative: int | None = None,
+        relative_commit: tuple[str, int] | None = None,
+        parent: CommitRef | None = None,
+        overwrite: bool = False,
+    ) -> int:
+        """Start a save and return its id (increasing, never reused by this client).
+
+        `layout` is the msgpack of a `Layout`; it travels only when it differs from the last one.
+        `relative` is the id of a save of this client, `relative_commit` a (run, number); without
+        both, every chunk must be staged. Raises `StateError` of kind "busy" when `max_in_flight`
+        saves are in flight (see :meth:`wait_room`), `WriterError` when the writer died.
+        """
+        self._check_process()
+        if relative is not None and relative_commit is not None:
+            raise InvalidInputError("a save is relative to a save or to a commit, not to both")
+        with self._condition:
+            self._raise_if_unusable()
+            if len(self._pending) >= self._max_in_flight:
+                raise StateError(
+                    f"{len(self._pending)} saves are in flight already", kind="busy",
+                    hint="wait for one of them",
+                )  # fmt: skip
+            save = self._next_save
+            frame = protocol.encode(
+                protocol.Begin(
+                    save, step, relative, relative_commit,
+                    None if layout == self._layout else layout, parent, overwrite,
+                )
+            )  # fmt: skip
+            self._next_save += 1
+            self._layout = layout
+            self._pending[save] = None
+            self._unfinished.add(save)
+            self._outbox.put(frame)
+            return save
+
+    def slot(self, save: int, slot: int, records: bytes) -> None:
+        """Hand a filled slot to the writer, with the packed `protocol.RECORD` array of its chunks.
+
+        The slot's bytes must not be written any more. When the save has failed meanwhile the slot
+        is handed over all the same (the writer gives it back) and nothing is raised here.
+        """
+        self._check_process()
+        with self._condition:
+            self._raise_if_unusable()
+            self._check_unfinished(save)
+            frame = protocol.encode(protocol.Slot(save, slot, records))
+            self._pool.send(slot)
+            self._outbox.put(frame)
+            if self._asked:  # somebody waits, and this slot may be the one to come back
+                self._outbox.put(protocol.encode(protocol.NeedSlots()))
+
+    def finish(
+        self,
+        save: int,
+        *,
+        objects: dict[int, bytes],
+        inline: dict[int, bytes],
+        environment: bytes = b"\x80",
+        metrics: dict[str, float] | None = None,
+        counters: dict[str, float] | None = None,
+    ) -> None:
+        """Everything is handed over: the writer commits the save, whatever becomes of the trainer.
+
+        `objects` and `inline` hold every object slot and every inline extent of the layout.
+        `counters` (seconds, bytes) are recorded in the commit beside the writer's own figures.
+        """
+        self._check_process()
+        with self._condition:
+            self._raise_if_unusable()
+            self._check_unfinished(save)
+            frame = protocol.encode(
+                protocol.Finish(save, objects, inline, environment, metrics or {}, counters or {})
+            )
+            self._unfinished.discard(save)
+            self._outbox.put(frame)
+
+    def abort(self, save: int) -> None:
+        """Give a begun save up; its outcome is a `StateError` of kind "aborted".
+
+        No-op for a save that is finished or has failed, and after the writer's death.
+        """
+        self._check_process()
+        with self._condition:
+            if save not in self._unfinished:
+                return
+            self._unfinished.discard(save)
+            if self._error is None and not self._closed:
+                self._outbox.put(protocol.encode(protocol.Abort(save)))
+
+    @property
+    def pending(self) -> int:
+        """Saves begun whose outcome is not known yet."""
+        return len(self._pending)
+
+    def wait_room(self, timeout: float | None = None) -> bool:
+        """Wait until another save may begin; False after `timeout` seconds without room.
+
+        Raises as :meth:`begin` when the writer is of no more use.
+        """
+        self._check_process()
+        with self._condition:
+            room = self._condition.wait_for(
+                lambda: (
+                    len(self._pending) < self._max_in_flight
+                    or self._error is not None
+                    or self._closed
+                ),
+                timeout,
+            )
+            self._raise_if_unusable()
+            return room
+
+    def done(self, save: int) -> bool:
+        """Whether the outcome of `save` is known."""
+        return save not in self._pending
+
+    def result(self, save: int, timeout: float | None = None) -> Committed:
+        """Wait until `save` is durable and return its commit, or raise what it failed with.
+
+        Raises `WriterError` when the writer died first, `StorageError` of kind "timeout" after
+        `timeout` seconds (the save goes on), `StateError` for a save this client does not know;
+        the outcomes of the last 64 saves are kept.
+        """
+        self._check_process()
+        with self._condition:
+            if not self._condition.wait_for(lambda: save not in self._pending, timeout):
+                raise _timeout(f"save {save} is not durable yet", timeout)
+            outcome = self._outcomes.get(save)
+        if outcome is None:
+            raise StateError(f"save {save} is not known to this writer client", save=save)
+        if isinstance(outcome, DeltackptError):
+            raise copy.copy(outcome)
+        return outcome
+
+    # the end -----------------------------------------------------------------------------------
+
+    def close(self, timeout: float | None = None) -> None:
+        """Give unfinished saves up, wait until finished ones are durable, end the writer.
+
+        Idempotent; a no-op in a forked child. Blocked callers get `StateError`. Failures of saves
+        are not raised here but by :meth:`result`, which works after close. Raises `WriterError`
+        of kind "timeout" when the writer was not done after `timeout` seconds: a writer process
+        then goes on by itself.
+        """
+        if os.getpid() != self._pid:
+            return
+        with self._condition:
+            self._say_close()
+            self._condition.notify_all()
+        if threading.current_thread() is self._receiver:
+            return
+        self._receiver.join(timeout)
+        if self._receiver.is_alive():
+            raise WriterError(
+                f"the writer was not done within {timeout} s ({len(self._pending)} saves in"
+                " flight); it goes on by itself",
+                kind="timeout",
+            )
+        self._sender.join()
+        self._ring.close()
+
+    def __enter__(self) -> WriterClient:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _say_close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            for save in sorted(self._unfinished):
+                self._outbox.put(protocol.encode(protocol.Abort(save)))
+            self._unfinished.clear()
+            self._outbox.put(protocol.encode(protocol.Close()))
+            self._outbox.put(None)
+
+    def _leave(self) -> None:
+        """At interpreter exit without close: hand over what is queued; never hang."""
+        if os.getpid() != self._pid or self._ended:
+            return
+        with self._condition:
+            self._say_close()
+        self._sender.join(_EXIT_SECONDS)
+        if isinstance(self._running, WriterThread):
+            self._receiver.join(_EXIT_SECONDS)
+
+    def _after_fork_in_child(self) -> None:
+        """Close every descriptor of the channel, silently: the parent's writer must not notice."""
+        if self._ended:
+            return
+        self._ended = True
+        with contextlib.suppress(OSError):
+            self._channel.close_in_child()
+        if self._theirs is not None:
+            with contextlib.suppress(OSError):
+                os.close(self._theirs.detach())
+        with contextlib.suppress(OSError):
+            self._ring.close_fd()
+        if self._running is not None:
+            with contextlib.suppress(OSError):
+                self._running.forget()
+
+    # internals ---------------------------------------------------------------------------------
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise StateError(
+                f"this writer belongs to process {self._pid}, not to its forked child"
+                f" {os.getpid()}",
+                kind="forked", hint="open a checkpointer of its own in the child",
+            )  # fmt: skip
+
+    def _raise_if_unusable(self) -> None:
+        if self._error is not None:
+            raise copy.copy(self._error)
+        if self._closed:
+            raise StateError("the writer client is closed", kind="closed")
+
+    def _check_unfinished(self, save: int) -> None:
+        if save not in self._unfinished:
+            raise StateError(f"save {save} is not open for staging", save=save)
+
+    def _send_loop(self) -> None:
+        while (frame := self._outbox.get()) is not None:
+            try:
+                self._channel.send(frame)
+            except OSError:
+                return  # the writer is gone: the receiver learns it from the end of its stream
+
+    def _receive_loop(self) -> None:
+        broken: DeltackptError | None = None
+        try:
+            while (message := self._channel.receive_as_trainer()) is not None:
+                self._handle(message)
+        except DeltackptError as error:
+            broken = error
+        except OSError as error:
+            broken = WriterError(f"the control channel failed: {error}")
+        assert self._running is not None
+        self._channel.shutdown_sending()
+        self._running.wait(_REAP_SECONDS)
+        self._outbox.put(None)
+        self._end(broken)
+
+    def _handle(self, message: protocol.ToTrainer) -> None:
+        match message:
+            case protocol.Released(slots):
+                with self._condition:
+                    for slot in slots:
+                        self._pool.release(slot)
+                    self._asked = False
+                    self._condition.notify_all()
+            case protocol.Committed():
+                self._settle(message.save, message)
+            case protocol.Failed(save, error):
+                self._settle(save, from_wire(error))
+            case protocol.Ready():
+                with self._condition:
+                    self._ready = message
+                    self._condition.notify_all()
+            case protocol.Refused(error):
+                with self._condition:
+                    self._error = from_wire(error)
+            case protocol.Notice(level, text):
+                _log.log(level, "%s", text)
+
+    def _settle(self, save: int, outcome: Outcome) -> None:
+        with self._condition:
+            if save not in self._pending:
+                return
+            self._keep(save, outcome)
+            self._condition.notify_all()
+        self._tell(save, outcome)
+
+    def _keep(self, save: int, outcome: Outcome) -> None:
+        del self._pending[save]
+        self._outcomes[save] = outcome
+        while len(self._outcomes) > KEPT_OUTCOMES:
+            del self._outcomes[next(iter(self._outcomes))]
+
+    def _end(self, broken: DeltackptError | None) -> None:
+        assert self._running is not None
+        with self._condition:
+            clean = self._closed and broken is None and not self._pending
+            if self._error is None and not clean:
+                self._error = broken or WriterError(
+                    f"the writer (process {self._running.pid}) {self._running.obituary()}",
+                    hint="the next save starts a new one; steps already committed are safe",
+                    pid=self._running.pid,
+                )
+            lost = list(self._pending)
+            for save in lost:
+                assert self._error is not None
+                self._keep(save, copy.copy(self._error))
+            self._unfinished.clear()
+            self._ended = True
+            self._channel.close()
+            self._condition.notify_all()
+        for save in lost:
+            self._tell(save, self._outcomes[save])
+
+    def _tell(self, save: int, outcome: Outcome) -> None:
+        if self._on_result is None:
+            return
+        try:
+            self._on_result(save, outcome)
+        except Exception:
+            _log.exception("on_result raised for save %d", save)
+
+
+def _timeout(what: str, seconds: float | None) -> StorageError:
+    return StorageError(
+        f"{what} within {seconds} s", kind="timeout",
+        hint="the storage may be slow or stuck; raise the timeout or look at the file system",
+    )  # fmt: skip
+
+
+_clients: weakref.WeakSet[WriterClient] = weakref.WeakSet()
+
+
+def _forked() -> None:
+    for client in list(_clients):
+        client._after_fork_in_child()  # pyright: ignore[reportPrivateUsage] -- same module
+
+
+def _exiting() -> None:
+    for client in list(_clients):
+        client._leave()  # pyright: ignore[reportPrivateUsage] -- same module
+
+
+os.register_at_fork(after_in_child=_forked)
+atexit.register(_exiting)

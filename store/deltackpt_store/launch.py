@@ -1,0 +1,224 @@
+"""Starting the writer: as a process of its own, or as a thread for notebooks and debugging.
+
+Both run :func:`deltackpt_store.writer.serve` over the same kind of socket and ring. The process
+is a plain ``python -m deltackpt_store.writer`` in a session of its own: the user's main module is
+never imported again, and signals to the trainer's process group do not reach it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import traceback
+from typing import IO, Protocol
+
+from .errors import WriterError
+from .fileio import FileIO
+from .protocol import Channel
+from .ring import Ring
+
+_DEPENDENCIES = ("msgspec", "numpy", "blake3", "xxhash", "lz4", "lmdb")
+_TAIL_BYTES = 4000
+
+IGNORED_SIGNALS = tuple(
+    getattr(signal, name)
+    for name in (
+        "SIGINT",
+        "SIGTERM",
+        "SIGHUP",
+        "SIGQUIT",
+        "SIGUSR1",
+        "SIGUSR2",
+        "SIGXCPU",
+        "SIGTSTP",
+    )
+    if hasattr(signal, name)
+)
+"""Signals that schedulers and terminals send to whole jobs; the writer outlives them and ends by
+itself when the trainer has."""
+
+
+class Running(Protocol):
+    """A started writer, as its client sees it."""
+
+    pid: int
+
+    def wait(self, timeout: float | None) -> bool:
+        """Wait until it has ended; False when `timeout` seconds were not enough."""
+        ...
+
+    def obituary(self) -> str:
+        """How it ended, and the last words of its error output."""
+        ...
+
+    def forget(self) -> None:
+        """In a forked child: drop what belongs to the parent, without touching the writer."""
+        ...
+
+
+class WriterProcess:
+    """The writer as a child process."""
+
+    def __init__(self, control: socket.socket, ring: Ring, *, nice: int) -> None:
+        """Start it; it inherits `control` and the ring's descriptor and nothing else.
+
+        Raises `WriterError` when the process cannot be started.
+        """
+        if not sys.executable:
+            raise WriterError(
+                "this interpreter has no executable to start the writer process with",
+                hint='use writer="thread"',
+            )
+        self._stderr = _error_file()
+        environment, added = _environment()
+        command = [sys.executable, "-P"]
+        if sys.flags.no_user_site:
+            command.append("-s")
+        command += ["-m", "deltackpt_store.writer", "--control-fd", str(control.fileno())]
+        command += ["--ring-fd", str(ring.fd), "--parent", str(os.getpid()), "--nice", str(nice)]
+        for path in added:
+            command += ["--path", path]
+        # Blocked from birth, ignored as soon as the writer runs: no gap in which one could kill it.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)
+        try:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=self._stderr if self._stderr is not None else subprocess.DEVNULL,
+                stderr=self._stderr if self._stderr is not None else subprocess.DEVNULL,
+                env=environment,
+                cwd="/",
+                close_fds=True,
+                pass_fds=(control.fileno(), ring.fd),
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise WriterError(
+                f"cannot start the writer process: {error}", hint='use writer="thread"'
+            ) from error
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        self.pid = self._process.pid
+
+    def wait(self, timeout: float | None) -> bool:
+        try:
+            self._process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def obituary(self) -> str:
+        code = self._process.returncode
+        if code is None:
+            how = "closed its channel"
+        elif code < 0:
+            how = f"was killed by {_signal_name(-code)}"
+        else:
+            how = f"ended with exit code {code}"
+        tail = self._tail()
+        return f"{how}; its last words: {tail}" if tail else how
+
+    def forget(self) -> None:
+        self._process.returncode = 0  # not a child of this process: nothing to reap
+        if self._stderr is not None:
+            self._stderr.close()
+
+    def _tail(self) -> str:
+        if self._stderr is None:
+            return ""
+        with contextlib.suppress(OSError, ValueError):
+            size = os.fstat(self._stderr.fileno()).st_size
+            start = max(0, size - _TAIL_BYTES)
+            data = os.pread(self._stderr.fileno(), _TAIL_BYTES, start)
+            return data.decode("utf-8", "replace").strip()
+        return ""
+
+
+class WriterThread:
+    """The writer as a thread of the trainer, over the same socket and ring."""
+
+    def __init__(self, control: socket.socket, ring: Ring, *, io: FileIO | None) -> None:
+        self.pid = os.getpid()
+        self._control = control
+        self._last_words = ""
+        self._thread = threading.Thread(
+            target=self._run, args=(ring, io), name="deltackpt-writer", daemon=True
+        )
+        self._thread.start()
+
+    def _run(self, ring: Ring, io: FileIO | None) -> None:
+        from .writer import serve
+
+        try:
+            serve(Channel(self._control), lambda slots, slot_bytes: ring, io=io)
+        except BaseException:
+            self._last_words = traceback.format_exc()[-_TAIL_BYTES:]
+        finally:
+            self._control.close()
+
+    def wait(self, timeout: float | None) -> bool:
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def obituary(self) -> str:
+        how = "is a thread that ended"
+        return f"{how}; its last words: {self._last_words}" if self._last_words else how
+
+    def forget(self) -> None:
+        fd = self._control.detach()
+        if fd >= 0:
+            os.close(fd)
+
+
+def _error_file() -> IO[bytes] | None:
+    """An unlinked file for the writer's error output; None where no directory takes one."""
+    try:
+        return tempfile.TemporaryFile(prefix="deltackpt-writer-")
+    except OSError:
+        return None
+
+
+def _environment() -> tuple[dict[str, str], list[str]]:
+    """Environment of the writer, and the import directories that it adds to the usual ones.
+
+    The writer must import this very package even when only the trainer's ``sys.path`` leads to
+    it. The directories go through PYTHONPATH so that ``-m`` finds the package; the writer then
+    moves them to the end of its path, so that no module lying beside the package (in a project
+    directory, or a backport in site-packages) shadows the standard library.
+    """
+    added = [os.path.dirname(os.path.dirname(os.path.abspath(__file__)))]
+    for name in _DEPENDENCIES:
+        try:
+            spec = importlib.util.find_spec(name)
+        except (ImportError, ValueError):
+            continue
+        if spec is None or spec.origin is None:
+            continue
+        parent = os.path.dirname(os.path.abspath(spec.origin))
+        if spec.submodule_search_locations is not None:
+            parent = os.path.dirname(parent)
+        if parent not in added:
+            added.append(parent)
+    environment = dict(os.environ)
+    for name in ("PYTHONINSPECT", "PYTHONWARNINGS", "PYTHONSTARTUP", "PYTHONBREAKPOINT"):
+        environment.pop(name, None)
+    inherited = "" if sys.flags.ignore_environment else environment.get("PYTHONPATH", "")
+    kept = [os.path.abspath(path) for path in inherited.split(os.pathsep) if path]
+    environment["PYTHONPATH"] = os.pathsep.join([*added, *kept])
+    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+        environment[name] = "1"
+    return environment, added
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -1,0 +1,313 @@
+"""Messages between the trainer and its writer, and how they travel.
+
+A message is a msgpack map tagged with its type (msgspec tagged union), preceded by its length as
+a little-endian u32, over a Unix stream socket. Both sides run the same version of this package,
+so the protocol has one number and no negotiation: a mismatch (the package was upgraded under a
+running trainer) is refused at `Hello`.
+
+Change hashes are exactly ``xxhash.xxh3_128_digest(bytes, seed=hello.seed)`` (16 bytes, big-endian
+canonical form). The records of a slot are a packed array of :data:`RECORD`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from .errors import InvalidInputError, WriterError
+from .manifest import Layout
+
+PROTOCOL = 1
+MAX_FRAME = 1 << 30
+
+RECORD = np.dtype(
+    [
+        ("extent", "<u4"),
+        ("chunk", "<u4"),
+        ("offset", "<u4"),
+        ("length", "<u4"),
+        ("hash", "u1", (16,)),
+    ]
+)
+"""One staged chunk of a slot: 32 bytes. `offset` and `length` are bytes within the slot."""
+
+CommitRef = tuple[str, int, bytes]
+"""(run, number, commit digest)."""
+
+
+class WriterOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """How the writer works; all fields have defaults that suit an ordinary run.
+
+    `lock_timeout` (seconds) bounds the wait for an earlier writer of the same run that is still
+    finishing; `nice` is added to the writer process's niceness; `create` makes the store when the
+    path does not exist.
+    """
+
+    codec: str = "auto"
+    pack_bytes: int = 64 * 1024 * 1024
+    lock_timeout: float = 60.0
+    nice: int = 0
+    create: bool = True
+    cache: bool = True
+
+
+# trainer -> writer -----------------------------------------------------------------------------
+
+
+class Hello(msgspec.Struct, frozen=True, tag="hello"):
+    """First message. `store` is the absolute path as ``os.fsencode`` gives it; `seed` is that of
+    the change hashes and never stored."""
+
+    protocol: int
+    store: bytes
+    run: str
+    seed: int
+    slots: int
+    slot_bytes: int
+    options: WriterOptions
+
+
+class Begin(msgspec.Struct, frozen=True, tag="begin"):
+    """A save starts. Chunks it does not stage are as in the save or commit it is relative to.
+
+    `layout` None means that of the last `Begin` which carried one. At most one of `relative` (a
+    save of this session) and `relative_commit` (run, number) is given. `parent` names the commit
+    that training was restored from, in the first save after a restore.
+    """
+
+    save: int
+    step: int
+    relative: int | None = None
+    relative_commit: tuple[str, int] | None = None
+    layout: bytes | None = None
+    parent: CommitRef | None = None
+    overwrite: bool = False
+
+
+class Slot(msgspec.Struct, frozen=True, tag="slot"):
+    """A filled slot, leased to the writer until `Released` names it."""
+
+    save: int
+    slot: int
+    records: bytes
+
+
+class NeedSlots(msgspec.Struct, frozen=True, tag="need-slots"):
+    """The trainer waits for a slot: make what is held durable and release it, now."""
+
+
+class Finish(msgspec.Struct, frozen=True, tag="finish"):
+    """Everything of a save has been handed over; from here on it survives the trainer's death."""
+
+    save: int
+    objects: dict[int, bytes]
+    inline: dict[int, bytes]
+    environment: bytes
+    metrics: dict[str, float]
+    counters: dict[str, float]
+
+
+class Abort(msgspec.Struct, frozen=True, tag="abort"):
+    """The trainer gives a begun save up."""
+
+    save: int
+
+
+class Close(msgspec.Struct, frozen=True, tag="close"):
+    """No more saves: finish what was handed over, then end."""
+
+
+# writer -> trainer -----------------------------------------------------------------------------
+
+
+class Ready(msgspec.Struct, frozen=True, tag="ready"):
+    """The store is open and the run is held. `head` fields describe the run's newest commit."""
+
+    store_uuid: str
+    pid: int
+    head_number: int | None = None
+    head_step: int | None = None
+    head_digest: bytes | None = None
+
+
+class Refused(msgspec.Struct, frozen=True, tag="refused"):
+    """The store or run cannot be used; the writer ends. `error` is ``errors.to_wire``."""
+
+    error: dict[str, Any]
+
+
+class Released(msgspec.Struct, frozen=True, tag="released"):
+    """These slots belong to the trainer again: every blob in them is durable or given up."""
+
+    slots: list[int]
+
+
+class Committed(msgspec.Struct, frozen=True, tag="committed"):
+    """A save became a durable commit.
+
+    `stats` holds what the commit records: bytes (state, changed, staged, written), chunk counts,
+    seconds per phase and the trainer's own counters.
+    """
+
+    save: int
+    run: str
+    number: int
+    step: int
+    digest: bytes
+    manifest: bytes
+    root: bytes
+    base: bool
+    stats: dict[str, float]
+
+
+class Failed(msgspec.Struct, frozen=True, tag="failed"):
+    """A save failed and left no commit. `error` is ``errors.to_wire``."""
+
+    save: int
+    error: dict[str, Any]
+
+
+class Notice(msgspec.Struct, frozen=True, tag="notice"):
+    """A log record of the writer process, to appear in the trainer's log."""
+
+    level: int
+    text: str
+
+
+ToWriter = Hello | Begin | Slot | NeedSlots | Finish | Abort | Close
+ToTrainer = Ready | Refused | Released | Committed | Failed | Notice
+
+_to_writer = msgspec.msgpack.Decoder(ToWriter)
+_to_trainer = msgspec.msgpack.Decoder(ToTrainer)
+_length = struct.Struct("<I")
+
+
+class Channel:
+    """Frames over one connected stream socket; owns the socket.
+
+    `send` may be called from one thread and the receiving calls from another; the owner
+    serialises callers of each. A broken peer shows as None from `receive_*` and as `OSError`
+    from `send`.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def send(self, frame: bytes) -> None:
+        """Send one frame of :func:`encode` whole; blocks while the other side does not read."""
+        self._socket.sendall(frame)
+
+    def receive_as_writer(self) -> ToWriter | None:
+        """The next message of the trainer; None at the end of the stream."""
+        frame = self._frame()
+        return None if frame is None else _decode(_to_writer, frame)
+
+    def receive_as_trainer(self) -> ToTrainer | None:
+        """The next message of the writer; None at the end of the stream."""
+        frame = self._frame()
+        return None if frame is None else _decode(_to_trainer, frame)
+
+    def shutdown_sending(self) -> None:
+        """Tell the other side that nothing more comes; receiving still works."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_WR)
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def close_in_child(self) -> None:
+        """Forget the connection in a forked child, without a word to the peer of the parent."""
+        fd = self._socket.detach()
+        if fd >= 0:
+            os.close(fd)
+
+    def _frame(self) -> bytearray | None:
+        header = self._exactly(_length.size)
+        if header is None:
+            return None
+        (size,) = _length.unpack(header)
+        if size > MAX_FRAME:
+            raise WriterError(f"frame of {size} bytes on the control channel", kind="protocol")
+        return self._exactly(size)
+
+    def _exactly(self, size: int) -> bytearray | None:
+        data = bytearray(size)
+        view = memoryview(data)
+        while len(view):
+            try:
+                got = self._socket.recv_into(view)
+            except ConnectionError:
+                return None
+            if got == 0:
+                return None  # an incomplete frame at the end counts as never sent
+            view = view[got:]
+        return data
+
+
+def encode(message: ToWriter | ToTrainer) -> bytes:
+    """The frame of a message. Raises `InvalidInputError` when it is over the size limit."""
+    data = msgspec.msgpack.encode(message)
+    if len(data) > MAX_FRAME:
+        raise InvalidInputError(
+            f"a {type(message).__name__} message of {len(data)} bytes is larger than the limit of"
+            f" {MAX_FRAME}",
+            hint="keep large data in tensors, not in plain Python values",
+        )
+    return _length.pack(len(data)) + data
+
+
+def pack_records(
+    extent: NDArray[Any], chunk: NDArray[Any], offset: NDArray[Any], length: NDArray[Any],
+    hashes: NDArray[np.uint8],
+) -> bytes:  # fmt: skip
+    """Records of one slot from parallel columns; `hashes` has shape (n, 16)."""
+    records = np.empty(len(extent), RECORD)
+    records["extent"], records["chunk"] = extent, chunk
+    records["offset"], records["length"] = offset, length
+    records["hash"] = hashes
+    return records.tobytes()
+
+
+def unpack_records(data: bytes) -> NDArray[Any]:
+    """Inverse of :func:`pack_records`, read-only; raises `WriterError` for a ragged length."""
+    if len(data) % RECORD.itemsize:
+        raise WriterError(f"slot records of {len(data)} bytes", kind="protocol")
+    return np.frombuffer(data, RECORD)
+
+
+ExtentKey = tuple[str, int, str, int, str]
+
+
+def extent_keys(layout: Layout) -> list[ExtentKey]:
+    """What makes an extent of two layouts the same one, for saves relative to an earlier save.
+
+    (path of the first tensor that views it, bytes, dtype, chunk bytes, device). The trainer's
+    change tables and the writer's chunk tables are both keyed by this.
+    """
+    first: dict[int, tuple[str, str]] = {}
+    for tensor in layout.tensors:
+        first.setdefault(tensor.extent, (layout.paths[tensor.slot], tensor.device))
+    keys: list[ExtentKey] = []
+    for index, spec in enumerate(layout.extents):
+        path, device = first.get(index, (f"#{index}", ""))
+        keys.append((path, spec.nbytes, spec.dtype, spec.chunk_bytes, device))
+    return keys
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[Any], frame: bytearray) -> Any:
+    try:
+        return decoder.decode(frame)
+    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        raise WriterError(
+            f"undecodable message on the control channel: {error}", kind="protocol"
+        ) from error

@@ -1,0 +1,181 @@
+"""The staging ring: bounded shared memory between the trainer and its writer.
+
+One anonymous memory file of `slots` slots of `slot_bytes` each, mapped by both sides. The file is
+sparse: a slot costs memory only once it has been written, and because free slots are handed out
+lowest number first, a run uses (and keeps warm) no more slots than its saves need. Who may touch a
+slot is decided by leases, which the trainer's :class:`SlotPool` keeps: free -> acquired (the
+trainer fills it) -> sent (the writer reads it) -> free again, when every blob in it is durable.
+The memory lives until the last process that maps it ends, so a dead trainer's slots stay readable.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import heapq
+import mmap
+import os
+import tempfile
+from typing import Any
+
+from .errors import CorruptionError, InvalidInputError, StateError, StorageError
+
+DEFAULT_SLOT_BYTES = 4 * 1024 * 1024
+MAX_SLOTS = 1 << 20
+
+
+class Ring:
+    """Mapping of the shared memory. Views of any slot stay valid until :meth:`close`.
+
+    Not tied to a thread; the memory itself has no locks (leases say who may touch a slot).
+    """
+
+    def __init__(self, fd: int, slots: int, slot_bytes: int) -> None:
+        self.fd = fd
+        self.slots = slots
+        self.slot_bytes = slot_bytes
+        self._map = mmap.mmap(fd, slots * slot_bytes, mmap.MAP_SHARED)
+        self._view: memoryview | None = memoryview(self._map)
+
+    @classmethod
+    def create(cls, ring_bytes: int, slot_bytes: int = DEFAULT_SLOT_BYTES) -> Ring:
+        """A new ring of ``max(1, ring_bytes // slot_bytes)`` slots; no memory is touched yet.
+
+        Raises `InvalidInputError` for sizes that cannot be used and `StorageError` when the
+        system gives no shared memory.
+        """
+        if slot_bytes < mmap.PAGESIZE or slot_bytes % mmap.PAGESIZE:
+            raise InvalidInputError(
+                f"slot_bytes must be a positive multiple of {mmap.PAGESIZE}, got {slot_bytes}",
+                option="slot_bytes",
+            )
+        if ring_bytes <= 0:
+            raise InvalidInputError(
+                f"ring_bytes must be positive, got {ring_bytes}", option="ring_bytes"
+            )
+        slots = min(MAX_SLOTS, max(1, ring_bytes // slot_bytes))
+        fd = -1
+        try:
+            fd = _memory_file(slots * slot_bytes)
+            return cls(fd, slots, slot_bytes)
+        except (OSError, ValueError, OverflowError) as error:
+            if fd >= 0:
+                os.close(fd)
+            raise StorageError(
+                f"cannot make a staging ring of {slots * slot_bytes} bytes: {error}",
+                errno=error.errno if isinstance(error, OSError) else None,
+                hint="choose a smaller ring_bytes",
+            ) from error
+
+    @classmethod
+    def attach(cls, fd: int, slots: int, slot_bytes: int) -> Ring:
+        """Map a ring that the other side created; takes over `fd`.
+
+        Raises `CorruptionError` when the file is not of the promised size.
+        """
+        size = os.fstat(fd).st_size
+        if slots < 1 or slot_bytes < 1 or size != slots * slot_bytes:
+            raise CorruptionError(
+                f"staging ring has {size} bytes, expected {slots} slots of {slot_bytes}",
+                kind="ring",
+            )
+        return cls(fd, slots, slot_bytes)
+
+    def view(self, slot: int) -> memoryview:
+        """The writable bytes of one slot. The caller must hold its lease."""
+        if self._view is None:
+            raise StateError("the staging ring is closed")
+        if not 0 <= slot < self.slots:
+            raise InvalidInputError(f"slot {slot} is outside the ring of {self.slots} slots")
+        start = slot * self.slot_bytes
+        return self._view[start : start + self.slot_bytes]
+
+    def close(self) -> None:
+        """Unmap and close. Memory that the caller's views still name goes with the last of them."""
+        self.close_fd()
+        if self._view is not None:
+            self._view.release()
+            self._view = None
+            with contextlib.suppress(BufferError):  # unmapped when the last view dies
+                self._map.close()
+
+    def close_fd(self) -> None:
+        """Close the descriptor alone: what a forked child does, whose mapping must stay."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __enter__(self) -> Ring:
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        self.close()
+
+
+class SlotPool:
+    """Lease book of a ring, trainer side. Not locked: the owner serialises calls."""
+
+    def __init__(self, slots: int) -> None:
+        self._free = list(range(slots))  # a sorted list is a heap
+        self._acquired: set[int] = set()
+        self._sent: set[int] = set()
+        self.high_water = 0
+
+    def acquire(self) -> int | None:
+        """The lowest free slot, now leased to the trainer; None when there is none."""
+        if not self._free:
+            return None
+        slot = heapq.heappop(self._free)
+        self._acquired.add(slot)
+        self.high_water = max(self.high_water, slot + 1)
+        return slot
+
+    def send(self, slot: int) -> None:
+        """The trainer filled `slot`; from now on it belongs to the writer."""
+        if slot not in self._acquired:
+            raise StateError(f"slot {slot} is not leased to the trainer", slot=slot)
+        self._acquired.remove(slot)
+        self._sent.add(slot)
+
+    def give_back(self, slot: int) -> None:
+        """The trainer does not need `slot` after all."""
+        if slot not in self._acquired:
+            raise StateError(f"slot {slot} is not leased to the trainer", slot=slot)
+        self._acquired.remove(slot)
+        heapq.heappush(self._free, slot)
+
+    def release(self, slot: int) -> None:
+        """The writer is done with `slot`."""
+        if slot not in self._sent:
+            raise StateError(f"the writer released slot {slot}, which it does not hold", slot=slot)
+        self._sent.remove(slot)
+        heapq.heappush(self._free, slot)
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    @property
+    def acquired(self) -> int:
+        return len(self._acquired)
+
+    @property
+    def sent(self) -> int:
+        return len(self._sent)
+
+
+def _memory_file(size: int) -> int:
+    """Anonymous shared memory of a fixed size, as a close-on-exec descriptor."""
+    if not hasattr(os, "memfd_create"):
+        with tempfile.TemporaryFile(prefix="deltackpt-ring-") as file:
+            file.truncate(size)
+            return os.dup(file.fileno())
+    fd = os.memfd_create("deltackpt-ring", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, size)
+        # A sealed size: neither side can make the other die of SIGBUS by truncating the file.
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
