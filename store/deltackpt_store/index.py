@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -68,13 +68,12 @@ class MemoryIndex:
         self._names: list[str | None] = []
         self._numbers: dict[str, int] = {}
         self._entries: list[PackEntries] = []
-        self._starts: list[int] = []  # first row of each pack in the merged table
         self._merged = 0  # packs [0, _merged) are in the sorted arrays
         self._indexed = 0  # packs [_merged, _indexed) are in the dict
         self._keys: NDArray[np.uint64] = np.empty(0, np.uint64)
         self._rows: NDArray[np.uint32] = np.empty(0, np.uint32)
         self._table: NDArray[Any] = np.empty(0, ENTRY_DTYPE)
-        self._first: NDArray[np.int64] = np.empty(0, np.int64)
+        self._first: NDArray[np.int64] = np.empty(0, np.int64)  # row of each pack in _table
         self._recent: dict[bytes, list[tuple[int, int]]] = {}
         self._live = 0
 
@@ -138,9 +137,7 @@ class MemoryIndex:
         # Views into the one big table replace the packs' own arrays: no row is held twice.
         self._entries = [
             PackEntries(self._table[start : start + n], e.refs)
-            for start, n, e in zip(
-                self._first.tolist(), lengths.tolist(), self._entries, strict=True
-            )
+            for start, n, e in zip(_ints(self._first), _ints(lengths), self._entries, strict=True)
         ]
         prefix = _prefixes(self._table)
         order = np.argsort(prefix, kind="stable").astype(np.uint32)
@@ -166,7 +163,7 @@ class MemoryIndex:
                 if name is not None:
                     found.append(self._entries[number].location(name, row))
             if len(self._keys):
-                key = np.frombuffer(chunk_id, ">u8", 1)[0].astype(np.uint64)
+                key = np.uint64(int.from_bytes(chunk_id[:8], "big"))
                 at = int(self._keys.searchsorted(key))
                 matches: list[int] = []
                 while at < len(self._keys) and self._keys[at] == key:
@@ -194,10 +191,8 @@ class MemoryIndex:
             result: list[Location | None] = [None] * len(rows)
             hits = np.flatnonzero(rows >= 0)
             numbers = self._first.searchsorted(rows[hits], "right") - 1
-            locals_ = rows[hits] - self._first[numbers]
-            for i, number, local in zip(
-                hits.tolist(), numbers.tolist(), locals_.tolist(), strict=True
-            ):
+            within = rows[hits] - self._first[numbers]
+            for i, number, local in zip(_ints(hits), _ints(numbers), _ints(within), strict=True):
                 name = self._names[number]
                 if name is not None:
                     result[i] = self._entries[number].location(name, local)
@@ -243,6 +238,10 @@ class MemoryIndex:
 
     def __len__(self) -> int:
         return self._live
+
+
+def _ints(array: NDArray[np.integer[Any]]) -> list[int]:
+    return cast("list[int]", array.tolist())
 
 
 def _prefixes(table: NDArray[Any]) -> NDArray[np.uint64]:

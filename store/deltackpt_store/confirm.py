@@ -1,0 +1,116 @@
+"""Confirming index hits: is the chunk really where the index says, before anyone relies on it?"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections import OrderedDict
+
+from deltackpt_store import codecs
+from deltackpt_store.errors import CorruptionError, DeltackptError
+from deltackpt_store.fileio import FileIO
+from deltackpt_store.index import ChunkIndex
+from deltackpt_store.pack import Location, check_payload, pack_path, read_record_head
+
+MAX_DEPTH = 8
+"""References of references that a reader follows."""
+
+_log = logging.getLogger("deltackpt.store.index")
+_MAX_HANDLES = 32
+_MAX_REMEMBERED = 1 << 18
+
+
+class Confirmer:
+    """Checks hits of `index` against the packs of the store at `root`. One thread at a time.
+
+    A hit counts when the pack file holds, at that place, an undamaged record head with this chunk
+    id and these lengths, the payload lies inside the file, and the same is true of every chunk the
+    record refers to. A confirmed hit is remembered. A wrong one makes the index forget that pack
+    and counts as a miss, and so does any error: the chunk is then simply stored again.
+    """
+
+    def __init__(self, io: FileIO, root: str, index: ChunkIndex) -> None:
+        self._io = io
+        self._root = root
+        self._index = index
+        self._handles: OrderedDict[str, tuple[int, int]] = OrderedDict()  # pack -> fd, file size
+        self._confirmed: dict[bytes, Location] = {}
+
+    def find(self, chunk_id: bytes, depth: int = 0) -> Location | None:
+        """The confirmed location of the chunk, or None."""
+        known = self._confirmed.get(chunk_id)
+        if known is not None:
+            return known
+        for _ in range(4):  # another location of the same chunk may be good
+            location = self._index.get(chunk_id)
+            if location is None or depth > MAX_DEPTH:
+                return None
+            try:
+                self._check(chunk_id, location)
+            except (OSError, DeltackptError) as error:
+                _log.warning(
+                    "pack %s does not hold chunk %s as indexed; storing it again: %s",
+                    location.pack, chunk_id.hex(), error,
+                )  # fmt: skip
+                self._index.drop_pack(location.pack)
+                continue
+            if any(self.find(ref, depth + 1) is None for ref in location.refs):
+                return None
+            if len(self._confirmed) >= _MAX_REMEMBERED:
+                self._confirmed.clear()
+            self._confirmed[chunk_id] = location
+            return location
+        return None
+
+    def _check(self, chunk_id: bytes, location: Location) -> None:
+        handle, size = self._open(location.pack)
+        head = read_record_head(self._io, handle, location.offset, location.pack)
+        told = (head.id, head.skip, head.stored, head.raw, head.codec, head.refs)
+        if told != (chunk_id, *location[2:]) or location.payload + location.stored > size:
+            raise CorruptionError("another record lies there", kind="index")
+
+    def content(self, chunk_id: bytes, location: Location) -> bytearray:
+        """Read and decode the chunk, to compare bytes (OSError, CorruptionError)."""
+        handle, _ = self._open(location.pack)
+        head = read_record_head(self._io, handle, location.offset, location.pack)
+        payload = bytearray(head.stored)
+        got = self._io.read_into(handle, [payload], location.payload)
+        check_payload(head, memoryview(payload)[:got], location.pack)
+        references: list[memoryview] = []
+        for ref in head.refs:
+            where = self.find(ref, 1)
+            if where is None:
+                raise CorruptionError(f"reference {ref.hex()} is missing", kind="missing-chunk")
+            references.append(memoryview(self.content(ref, where)))
+        out = bytearray(head.raw)
+        codecs.decode(head.codec, head.params, memoryview(payload), memoryview(out), references)
+        return out
+
+    def forget(self, chunk_id: bytes) -> None:
+        """Confirm this chunk anew at the next look-up."""
+        self._confirmed.pop(chunk_id, None)
+
+    def _open(self, pack: str) -> tuple[int, int]:
+        known = self._handles.get(pack)
+        if known is not None:
+            self._handles.move_to_end(pack)
+            return known
+        while len(self._handles) >= _MAX_HANDLES:
+            self._close(self._handles.popitem(last=False)[1][0])
+        handle = self._io.open(pack_path(self._root, pack))
+        try:
+            opened = handle, self._io.size(handle)
+        except OSError:
+            self._close(handle)
+            raise
+        self._handles[pack] = opened
+        return opened
+
+    def _close(self, handle: int) -> None:
+        with contextlib.suppress(OSError):
+            self._io.close(handle)
+
+    def close(self) -> None:
+        """Close the pack files held open; the object stays usable."""
+        while self._handles:
+            self._close(self._handles.popitem()[1][0])
