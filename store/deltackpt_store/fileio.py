@@ -79,6 +79,9 @@ class FileIO:
     def mkdir(self, path: str) -> None:
         os.mkdir(path)
 
+    def chmod(self, path: str, mode: int) -> None:
+        os.chmod(path, mode)
+
     def rmdir(self, path: str) -> None:
         os.rmdir(path)
 

@@ -122,8 +122,8 @@ class Snapshot:
     so an array that two snapshots share is known to be equal.
 
     Of a snapshot read from a store, `packs` are all packs that restoring it may need (its
-    closure), `digest` is that of its manifest and `base` that of its base manifest (None for a
-    base); a snapshot made by hand has none of them.
+    closure), `root` is its identity (see `merkle`), `digest` that of its manifest and `base` that
+    of its base manifest (None for a base); a snapshot made by hand has none of them.
     """
 
     def __init__(
@@ -135,6 +135,7 @@ class Snapshot:
         environment: bytes = b"\x80",
         *,
         packs: tuple[str, ...] = (),
+        root: bytes | None = None,
         digest: bytes | None = None,
         base: bytes | None = None,
     ) -> None:
@@ -144,6 +145,7 @@ class Snapshot:
         self.chunks = chunks
         self.environment = environment
         self.packs = packs
+        self.root = root
         self.digest = digest
         self.base = base
 

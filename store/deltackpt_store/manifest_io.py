@@ -264,7 +264,7 @@ def resolve(manifest: Manifest, base: Snapshot | None = None, *, digest: bytes |
         _check_whole(layout, objects, inline, chunks, name)
     snapshot = Snapshot(
         layout, objects, inline, chunks, environment,
-        packs=packs, digest=digest, base=manifest.base,
+        packs=packs, root=manifest.root, digest=digest, base=manifest.base,
     )  # fmt: skip
     if root(snapshot) != manifest.root:
         raise _bad("its content does not have the recorded root", "manifest", name)

@@ -1,0 +1,451 @@
+"""Runs, their commits and lineages, pins: which steps a store holds, and what a name means.
+
+Everything is read from the directory each time (files are write-once, so two readers agree), in
+the order of commit numbers; never of names, times or step numbers. Nothing here writes except
+:meth:`History.pin` and :meth:`History.unpin`. A damaged record hides only itself: it is logged and
+listed in ``damaged``.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import msgspec
+from blake3 import blake3
+
+from deltackpt_store.errors import (
+    ConflictError,
+    CorruptionError,
+    DeltackptError,
+    InvalidInputError,
+    NotFoundError,
+    UnsupportedFormatError,
+)
+from deltackpt_store.fileio import FileIO, publish_bytes, read_file
+from deltackpt_store.manifest import Commit
+from deltackpt_store.manifest_io import MAX_COMMIT_BYTES, decode_commit
+from deltackpt_store.names import (
+    RETIRED_SUFFIX,
+    check_name,
+    is_name,
+    number_name,
+    parse_number,
+    parse_step_name,
+)
+from deltackpt_store.oserror import storage_error
+
+_log = logging.getLogger("deltackpt.store")
+
+_PIN_MAGIC = b"DCKPTPN\x01"
+_MAX_PIN_BYTES = 4096
+_UNREADABLE = (errno.EIO, errno.EFBIG, errno.EISDIR, errno.ENOTDIR, errno.ELOOP)
+
+
+class Damaged(NamedTuple):
+    """A commit or pin that could not be read: its path relative to the store, and why."""
+
+    path: str
+    error: DeltackptError
+
+
+class Commits(list[Commit]):
+    """Commits of one run in numeric order; `damaged` holds those that could not be read."""
+
+    def __init__(self, commits: Iterable[Commit] = ()) -> None:
+        super().__init__(commits)
+        self.damaged: list[Damaged] = []
+
+
+class Pin(msgspec.Struct, frozen=True):
+    """A name for one commit, which retention then leaves alone."""
+
+    run: str
+    number: int
+    step: int
+    digest: bytes
+
+
+class Pins(dict[str, Pin]):
+    """Pins by name; `damaged` holds those that could not be read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.damaged: list[Damaged] = []
+
+
+def ancestors_after(parent: Commit | None, run: str) -> tuple[tuple[int, int], ...]:
+    """The `ancestors` of a commit of `run` that continues `parent` (see `Commit`)."""
+    if parent is None or parent.run != run:
+        return ()
+    ranges = list(parent.ancestors)
+    if ranges and ranges[-1][1] == parent.number - 1:
+        ranges[-1] = (ranges[-1][0], parent.number)
+    else:
+        ranges.append((parent.number, parent.number))
+    return tuple(ranges)
+
+
+class History:
+    """The runs and pins of the store at `path` (absolute). Safe to use from any thread."""
+
+    def __init__(self, path: str, io: FileIO) -> None:
+        self.path = path
+        self.io = io
+
+    # runs and commits ----------------------------------------------------------------------
+
+    def runs(self) -> list[str]:
+        """Names of all runs, sorted. CorruptionError when the store lost its ``runs``."""
+        names = self._list("runs")
+        if names is None:
+            raise CorruptionError(
+                f"store {self.path} has lost its directory runs",
+                kind="damaged-store",
+                hint="copy it back from a copy of the store",
+                path=self.path,
+            )
+        return sorted(name for name in names if is_name(name))
+
+    def numbers(self, run: str) -> list[int]:
+        """Numbers of the commits of `run` that are not retired, ascending."""
+        check_name(run, "run")
+        names = self._list(f"runs/{run}")
+        if names is None:
+            known = self.runs()
+            raise NotFoundError(
+                f"store {self.path} has no run {run!r}",
+                kind="unknown-run",
+                hint=f"it has {_some(known)}" if known else "it holds no run yet",
+                path=self.path,
+                run=run,
+            )
+        retired = {name.removesuffix(RETIRED_SUFFIX) for name in names
+                   if name.endswith(RETIRED_SUFFIX)}  # fmt: skip
+        numbers = (parse_number(name) for name in names if name not in retired)
+        return sorted(number for number in numbers if number is not None)
+
+    def read_commit(self, run: str, number: int) -> Commit:
+        """One commit, checked; NotFoundError, CorruptionError or StorageError when it is not."""
+        relative = f"runs/{run}/{number_name(number)}"
+        data = self._read(relative, MAX_COMMIT_BYTES, "commit")
+        commit = decode_commit(data, name=relative)
+        if commit.run != run or commit.number != number:
+            raise CorruptionError(
+                f"commit {relative} is damaged: it belongs at {commit.run}/{commit.number}",
+                kind="damaged-commit",
+                path=relative,
+            )
+        return commit
+
+    def commits(self, run: str) -> Commits:
+        """All commits of `run` that can be read, in numeric order, abandoned branches included."""
+        found = Commits()
+        for number in self.numbers(run):
+            self._collect(run, number, found)
+        return found
+
+    def head(self, run: str) -> Commit:
+        """The newest commit of `run` that can be read; a damaged newer one is logged."""
+        found = Commits()
+        for number in reversed(self.numbers(run)):
+            self._collect(run, number, found)
+            if found:
+                return found[0]
+        raise self._nothing(run, found)
+
+    def lineage(self, run: str) -> Commits:
+        """The head of `run` and the commits of the run that it continues, oldest first.
+
+        Commits that were abandoned by going back to an earlier step are left out.
+        """
+        found = Commits()
+        numbers = self.numbers(run)
+        while numbers and not found:
+            self._collect(run, numbers.pop(), found)
+        if not found:
+            raise self._nothing(run, found)
+        parent = found[0].parent
+        expected = {parent[1]: parent[2]} if parent and parent[0] == run else {}
+        for number in reversed(_within(numbers, found[0])):
+            commit = self._collect(run, number, found, expected.get(number))
+            if commit and commit.parent and commit.parent[0] == run:
+                expected[commit.parent[1]] = commit.parent[2]
+        if not found[0].ancestors:
+            self._walk(run, found, set(numbers))
+        found.reverse()
+        return found
+
+    def _walk(self, run: str, found: Commits, numbers: set[int]) -> None:
+        """Follow the parents of the last of `found` one by one, for records without ancestors."""
+        commit = found[-1]
+        while commit and commit.parent and commit.parent[0] == run and commit.parent[1] in numbers:
+            _, number, digest = commit.parent
+            numbers.discard(number)
+            commit = self._collect(run, number, found, digest)
+
+    def find(self, run: str, step: int | None = None) -> Commit:
+        """The commit of `step` (None: the head). The lineage comes first, then abandoned steps.
+
+        NotFoundError tells the nearest steps that exist.
+        """
+        if step is None:
+            return self.head(run)
+        lineage = self.lineage(run)
+        for commit in reversed(lineage):
+            if commit.step == step:
+                return commit
+        everything = self.commits(run)
+        for commit in reversed(everything):
+            if commit.step == step:
+                return commit
+        raise NotFoundError(
+            f"run {run!r} in {self.path} has no step {step}",
+            kind="unknown-step",
+            hint=f"the nearest are {_nearest([c.step for c in everything], step)}",
+            path=self.path,
+            run=run,
+            step=step,
+        )
+
+    def steps(self, run: str) -> list[int]:
+        """Steps of the lineage, oldest commit first; the last one is the head's.
+
+        A step saved again (overwritten) counts where it was saved last.
+        """
+        steps = dict.fromkeys(commit.step for commit in reversed(self.lineage(run)))
+        return list(reversed(steps))
+
+    # names ---------------------------------------------------------------------------------
+
+    def resolve_name(self, text: str) -> Commit:
+        """The commit called ``RUN@STEP``, ``@STEP``, ``RUN@latest``, ``latest``, RUN or PIN.
+
+        Without a run, the store must hold one run only (``@STEP``: one that has the step);
+        InvalidInputError lists the choices otherwise.
+        """
+        name = parse_step_name(text)
+        if name.run is not None:
+            return self.find(name.run, name.step)
+        if name.bare is not None:
+            return self._resolve_bare(name.bare)
+        runs = self.runs()
+        if not runs:
+            raise NotFoundError(f"store {self.path} holds no run yet", path=self.path)
+        if len(runs) == 1:
+            return self.find(runs[0], name.step)
+        if name.step is not None:
+            having: list[Commit] = []
+            for run in runs:
+                try:
+                    having.append(self.find(run, name.step))
+                except NotFoundError:
+                    continue
+            if len(having) == 1:
+                return having[0]
+            if not having:
+                raise NotFoundError(
+                    f"no run in {self.path} has step {name.step}",
+                    kind="unknown-step",
+                    hint=f"its runs are {_some(runs)}",
+                    path=self.path,
+                    step=name.step,
+                )
+            runs = [commit.run for commit in having]
+        raise InvalidInputError(
+            f"{text!r} may mean any of the runs {_some(runs)}",
+            kind="ambiguous",
+            hint=f"write {runs[0]}@{'latest' if name.step is None else name.step}",
+            path=self.path,
+        )
+
+    def _resolve_bare(self, name: str) -> Commit:
+        runs = self.runs()
+        pinned = self._list("pins") or []
+        if name in runs and name in pinned:
+            raise InvalidInputError(
+                f"{name!r} is both a run and a pin in {self.path}",
+                kind="ambiguous",
+                hint=f"write {name}@latest for the run, or its pinned step as RUN@STEP",
+                path=self.path,
+            )
+        if name in runs:
+            return self.head(name)
+        if name in pinned:
+            return self.pinned(name)
+        raise NotFoundError(
+            f"store {self.path} has no run or pin {name!r}",
+            kind="unknown-name",
+            hint=f"it has {_some(sorted({*runs, *pinned}))}" if runs else "it holds no run yet",
+            path=self.path,
+            name=name,
+        )
+
+    # pins ----------------------------------------------------------------------------------
+
+    def pins(self) -> Pins:
+        """All pins that can be read."""
+        found = Pins()
+        for name in sorted(filter(is_name, self._list("pins") or [])):
+            try:
+                found[name] = self.read_pin(name)
+            except NotFoundError:
+                continue
+            except (CorruptionError, UnsupportedFormatError) as error:
+                _log.warning("%s", error)
+                found.damaged.append(Damaged(f"pins/{name}", error))
+        return found
+
+    def read_pin(self, name: str) -> Pin:
+        """One pin, checked; NotFoundError or CorruptionError when it is not."""
+        check_name(name, "pin")
+        relative = f"pins/{name}"
+        data = self._read(relative, _MAX_PIN_BYTES, "pin")
+        body, check = data[:-32], data[-32:]
+        try:
+            if blake3(body).digest() != check or not body.startswith(_PIN_MAGIC):
+                raise ValueError("its digest does not match its content")
+            pin = msgspec.msgpack.decode(body[len(_PIN_MAGIC) :], type=Pin)
+            if not is_name(pin.run) or not 0 <= pin.number < 10**18 or len(pin.digest) != 32:
+                raise ValueError("it names an impossible commit")
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+            raise CorruptionError(
+                f"pin {relative} is damaged: {error}", kind="damaged-pin", path=relative
+            ) from error
+        return pin
+
+    def pinned(self, name: str) -> Commit:
+        """The commit that the pin `name` stands for."""
+        pin = self.read_pin(name)
+        commit = self.read_commit(pin.run, pin.number)
+        if commit.digest != pin.digest:
+            raise CorruptionError(
+                f"commit {pin.number} of run {pin.run!r} is not the one pinned as {name!r}",
+                kind="damaged-commit",
+                path=f"runs/{pin.run}/{number_name(pin.number)}",
+            )
+        return commit
+
+    def pin(self, name: str, commit: Commit) -> None:
+        """Call `commit` `name`, durably. ConflictError when the name means another commit."""
+        check_name(name, "pin")
+        pin = Pin(commit.run, commit.number, commit.step, commit.digest)
+        body = _PIN_MAGIC + msgspec.msgpack.encode(pin)
+        path = f"{self.path}/pins/{name}"
+        try:
+            publish_bytes(self.io, path, body + blake3(body).digest())
+        except FileExistsError:
+            held = self.read_pin(name)
+            if held != pin:
+                raise ConflictError(
+                    f"pin {name!r} already means {held.run}@{held.step}",
+                    hint=f"unpin {name} first, or choose another name",
+                    name=name,
+                ) from None
+        except OSError as error:
+            raise storage_error(error, "write the pin", path) from error
+
+    def unpin(self, name: str) -> None:
+        """Forget a pin, durably; its commit stays until retention and collection take it."""
+        path = f"{self.path}/pins/{check_name(name, 'pin')}"
+        try:
+            self.io.unlink(path)
+            self.io.sync_directory(f"{self.path}/pins")
+        except FileNotFoundError:
+            raise self._no_pin(name) from None
+        except OSError as error:
+            raise storage_error(error, "remove the pin", path) from error
+
+    def _no_pin(self, name: str) -> NotFoundError:
+        pins = [pin for pin in self._list("pins") or [] if is_name(pin)]
+        return NotFoundError(
+            f"store {self.path} has no pin {name!r}",
+            kind="unknown-pin",
+            hint=f"it has {_some(sorted(pins))}" if pins else "it has none",
+            path=self.path,
+            name=name,
+        )
+
+    # shared --------------------------------------------------------------------------------
+
+    def _collect(
+        self, run: str, number: int, found: Commits, digest: bytes | None = None
+    ) -> Commit | None:
+        """Append commit `number` to `found`, or to its damaged ones; gone ones are passed over."""
+        try:
+            commit = self.read_commit(run, number)
+            if digest is not None and commit.digest != digest:
+                raise CorruptionError(
+                    f"commit {number} of run {run!r} is not the one that its successor continues",
+                    kind="damaged-commit",
+                    path=f"runs/{run}/{number_name(number)}",
+                )
+        except NotFoundError:
+            return None
+        except (CorruptionError, UnsupportedFormatError) as error:
+            _log.warning("%s", error)
+            found.damaged.append(Damaged(f"runs/{run}/{number_name(number)}", error))
+            return None
+        found.append(commit)
+        return commit
+
+    def _nothing(self, run: str, found: Commits) -> DeltackptError:
+        if found.damaged:
+            return CorruptionError(
+                f"no commit of run {run!r} in {self.path} can be read",
+                kind="damaged-commit",
+                hint=str(found.damaged[0].error),
+                path=self.path,
+                run=run,
+            )
+        return NotFoundError(
+            f"run {run!r} in {self.path} has no step yet", kind="no-step", path=self.path, run=run
+        )
+
+    def _list(self, relative: str) -> list[str] | None:
+        """Names in a directory of the store, None when it does not exist."""
+        path = f"{self.path}/{relative}"
+        try:
+            return self.io.list(path)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise storage_error(error, "list", path) from error
+
+    def _read(self, relative: str, limit: int, what: str) -> bytes:
+        path = f"{self.path}/{relative}"
+        try:
+            return read_file(self.io, path, limit)
+        except FileNotFoundError as error:
+            raise NotFoundError(f"{what} {relative} is not there", path=path) from error
+        except OSError as error:
+            if error.errno in _UNREADABLE:
+                raise CorruptionError(
+                    f"{what} {relative} cannot be read: {error.strerror or error}",
+                    kind=f"damaged-{what}",
+                    path=relative,
+                ) from error
+            raise storage_error(error, f"read the {what}", path) from error
+
+
+def _within(numbers: list[int], commit: Commit) -> list[int]:
+    """Those of the ascending `numbers` that the commit's ancestors cover."""
+    chosen: list[int] = []
+    for first, last in commit.ancestors:
+        chosen += numbers[bisect_left(numbers, first) : bisect_right(numbers, last)]
+    return chosen
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(names[:8])
+    return f"{shown}, ... ({len(names)} in all)" if len(names) > 8 else shown
+
+
+def _nearest(steps: list[int], step: int) -> str:
+    ordered = sorted(set(steps))
+    place = bisect_left(ordered, step)
+    near = ordered[max(0, place - 3) : place + 3]
+    return ", ".join(map(str, near)) or "none"

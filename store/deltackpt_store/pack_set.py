@@ -1,0 +1,97 @@
+"""The packs of one store as a reader knows them: their footers, loaded when first needed."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import threading
+from collections.abc import Iterable
+
+from deltackpt_store.errors import CorruptionError, DeltackptError, StorageError
+from deltackpt_store.fileio import FileIO
+from deltackpt_store.index import Location, MemoryIndex, list_packs
+from deltackpt_store.oserror import storage_error
+from deltackpt_store.pack import pack_path, read_footer, scan_records
+
+_log = logging.getLogger("deltackpt.store")
+
+_DAMAGE = frozenset(
+    (errno.ENOENT, errno.EIO, errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.EFBIG)
+)
+
+
+def is_damage(error: DeltackptError | OSError) -> bool:
+    """Whether an error says that this file is bad, rather than that reading fails as such."""
+    if isinstance(error, StorageError) or not isinstance(error, DeltackptError):
+        return error.errno in _DAMAGE
+    return True
+
+
+class PackSet:
+    """Which packs hold which chunks, learned from footers. Thread-safe; never writes.
+
+    `index` knows the packs loaded so far that are intact; `damaged` says what is wrong with the
+    others. Records of damaged packs are found by :meth:`salvage` only.
+    """
+
+    def __init__(self, io: FileIO, root: str, uuid: bytes) -> None:
+        self.io = io
+        self.root = root
+        self.uuid = uuid
+        self.index = MemoryIndex()
+        self.damaged: dict[str, DeltackptError] = {}
+        self._salvaged: dict[str, dict[bytes, list[Location]]] = {}
+        self._lock = threading.Lock()
+
+    def names(self) -> list[str]:
+        """Names of all packs that lie in the store, sorted. StorageError, never a short list."""
+        try:
+            return list_packs(self.io, self.root)
+        except OSError as error:
+            raise storage_error(error, "list the packs of", self.root) from error
+
+    def load(self, names: Iterable[str]) -> None:
+        """Learn the footers of the packs `names`; damaged and missing ones go to `damaged`."""
+        with self._lock:
+            missing = sorted(set(names) - self.index.packs() - self.damaged.keys())
+            for name in missing:
+                try:
+                    footer = read_footer(self.io, pack_path(self.root, name), store_uuid=self.uuid)
+                except DeltackptError as error:
+                    if not is_damage(error):
+                        raise
+                    _log.warning("pack %s cannot be used: %s", name, error)
+                    self.damaged[name] = error
+                else:
+                    self.index.add_pack(name, footer.entries)
+
+    def load_all(self) -> None:
+        """Learn every pack of the store, and forget those that are gone."""
+        names = self.names()
+        for gone in self.index.packs().difference(names):
+            self.index.drop_pack(gone)
+        with self._lock:
+            # A pack that was missing when asked for may have been published since.
+            for name in [n for n, e in self.damaged.items() if isinstance(e, StorageError)]:
+                del self.damaged[name]
+        self.load(names)
+
+    def salvage(self, chunk_id: bytes) -> list[Location]:
+        """Undamaged records of a chunk in packs whose footer is unusable, found by scanning."""
+        found: list[Location] = []
+        for name in sorted(self.damaged):
+            if name not in self._salvaged:
+                self._salvaged[name] = self._scan(name)
+            found += self._salvaged[name].get(chunk_id, ())
+        return found
+
+    def _scan(self, name: str) -> dict[bytes, list[Location]]:
+        records: dict[bytes, list[Location]] = {}
+        if isinstance(self.damaged[name], CorruptionError):
+            try:
+                for record in scan_records(self.io, pack_path(self.root, name)):
+                    if record.intact:
+                        records.setdefault(record.id, []).append(record.location)
+            except DeltackptError as error:
+                _log.warning("pack %s cannot be scanned to its end: %s", name, error)
+        return records

@@ -1,0 +1,287 @@
+"""The store as a reader sees it: open or create the directory, find steps, resolve snapshots.
+
+`Store.open` and everything reached through it never write, take no lock and need no index file:
+a store on a read-only disk of another user works. What a save adds goes through `StoreWriter`.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable
+
+from deltackpt_store.errors import (
+    ConflictError,
+    CorruptionError,
+    InvalidInputError,
+    NotFoundError,
+    UnsupportedFormatError,
+)
+from deltackpt_store.fileio import (
+    TEMPORARY_PREFIX,
+    FileIO,
+    make_directories,
+    publish_bytes,
+    read_file,
+)
+from deltackpt_store.format_file import (
+    FORMAT_NAME,
+    MAX_FORMAT_BYTES,
+    Format,
+    decode_format,
+    encode_format,
+    new_format,
+)
+from deltackpt_store.history import History
+from deltackpt_store.index import MemoryIndex
+from deltackpt_store.manifest import Commit, Manifest, Snapshot
+from deltackpt_store.manifest_io import (
+    MAX_MANIFEST_BYTES,
+    closure_digest,
+    decode,
+    digest_of,
+    resolve,
+)
+from deltackpt_store.oserror import storage_error
+from deltackpt_store.pack_set import PackSet
+from deltackpt_store.reader import ChunkReader
+
+DIRECTORIES = ("packs", "manifests", "runs", "pins", "gc", "quarantine")
+_OWN = frozenset((*DIRECTORIES, "cache"))
+_BASES_KEPT = 2
+
+
+class Store(History):
+    """A store directory. Holds no open file and no lock: it may be used from any thread, kept
+    across fork, and opened any number of times.
+
+    `path` is absolute and fixed when the store is opened (symbolic links resolved), so a later
+    chdir changes nothing. `uuid` are the 16 bytes drawn when the store was made. `io` is the layer
+    through which every byte passes. `packs` are the packs this process has learned about.
+    """
+
+    def __init__(self, path: str, io: FileIO, format: Format) -> None:
+        super().__init__(path, io)
+        self.format = format
+        self.uuid = format.uuid
+        self.packs = PackSet(io, path, self.uuid)
+        self._lock = threading.Lock()
+        self._bases: OrderedDict[bytes, Snapshot] = OrderedDict()
+
+    def __repr__(self) -> str:
+        return f"Store({self.path!r})"
+
+    # opening -------------------------------------------------------------------------------
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str], *, io: FileIO | None = None) -> Store:
+        """Open the store at `path` for reading; nothing is created or touched.
+
+        NotFoundError (kind ``not-a-store``) when there is none, UnsupportedFormatError when it is
+        newer than this package, CorruptionError when FORMAT is damaged, StorageError otherwise.
+        """
+        io = io or FileIO()
+        where = _absolute(path)
+        description = _read_format(io, where)
+        if description is None:
+            raise NotFoundError(
+                f"{where} is not a deltackpt store: it has no file FORMAT",
+                kind="not-a-store",
+                hint="name the directory that a Checkpointer was given",
+                path=where,
+            )
+        return cls(where, io, description)
+
+    @classmethod
+    def create(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        io: FileIO | None = None,
+        exist_ok: bool = True,
+        mode: int | None = None,
+    ) -> Store:
+        """Make a store at `path` (parents too), durable on return, or open the one that is there.
+
+        Of several processes that create one path at once, all get the same store. With
+        `exist_ok` False an existing store is refused. A directory that holds anything else is
+        refused untouched. `mode` are the permission bits of the directories made here (for
+        example 0o2775 for a group); the default follows the umask.
+        """
+        io = io or FileIO()
+        where = _absolute(path)
+        try:
+            return cls(where, io, _create(io, where, exist_ok, mode))
+        except OSError as error:
+            raise storage_error(error, "create a store at", where) from error
+
+    # manifests and snapshots ---------------------------------------------------------------
+
+    def manifest(self, digest: bytes) -> Manifest:
+        """The manifest called `digest`, its bytes proven to be the ones that were named."""
+        relative = f"manifests/{digest.hex()}"
+        try:
+            data = self._read(relative, MAX_MANIFEST_BYTES, "manifest")
+        except NotFoundError as error:
+            raise CorruptionError(
+                f"manifest {relative} is missing", kind="missing-manifest", path=relative
+            ) from error
+        if digest_of(data) != digest:
+            raise CorruptionError(
+                f"manifest {relative} is damaged: its content does not have that digest",
+                kind="damaged-manifest",
+                hint="restore another step",
+                path=relative,
+            )
+        return decode(data, name=relative)
+
+    def snapshot(self, which: Commit | bytes) -> Snapshot:
+        """The whole content of a commit, or of the manifest with that digest.
+
+        Everything is recomputed from the bytes read: manifest digests, the root, the closure.
+        `packs` of the result are the packs to hand to :meth:`reader`. CorruptionError names the
+        file (and in its context the run and step) that does not hold.
+        """
+        if isinstance(which, bytes):
+            return self._snapshot(which)
+        try:
+            snapshot = self._snapshot(which.manifest)
+            for what, found, recorded in (
+                ("root", snapshot.root, which.root),
+                ("base", snapshot.base, which.base),
+                ("closure", closure_digest(snapshot.packs), which.closure),
+            ):
+                if found != recorded:
+                    raise CorruptionError(
+                        f"manifest {which.manifest.hex()} does not have the {what} that its "
+                        "commit records",
+                        kind="damaged-commit",
+                    )
+        except (CorruptionError, UnsupportedFormatError) as error:
+            error.context.update(run=which.run, step=which.step, number=which.number)
+            raise
+        return snapshot
+
+    def _snapshot(self, digest: bytes) -> Snapshot:
+        with self._lock:
+            known = self._bases.get(digest)
+        if known is not None:
+            return known
+        manifest = self.manifest(digest)
+        base = None
+        if manifest.base is not None:
+            base = self._snapshot(manifest.base)
+        snapshot = resolve(manifest, base, digest=digest, name=f"manifests/{digest.hex()}")
+        if manifest.base is None:
+            with self._lock:
+                self._bases[digest] = snapshot
+                while len(self._bases) > _BASES_KEPT:
+                    self._bases.popitem(last=False)
+        return snapshot
+
+    # chunks --------------------------------------------------------------------------------
+
+    def index(self) -> MemoryIndex:
+        """An index of every chunk in the intact packs, rebuilt from their footers as needed.
+
+        It is this object's own: one that adds packs to it helps its readers too.
+        """
+        self.packs.load_all()
+        return self.packs.index
+
+    def reader(self, packs: Iterable[str] = ()) -> ChunkReader:
+        """A reader of chunks that looks into `packs` first (those of a snapshot)."""
+        return ChunkReader(self.packs, packs)
+
+    def get_into(self, chunk_id: bytes, buffer: memoryview | bytearray) -> None:
+        """Fill `buffer`, which has the chunk's exact size, with a chunk; see `ChunkReader.read`."""
+        self.reader().read([(chunk_id, memoryview(buffer))])
+
+
+def _absolute(path: str | os.PathLike[str]) -> str:
+    text = os.fsdecode(path)
+    if not text or "\0" in text:
+        raise InvalidInputError(
+            f"{text!r} cannot be the path of a store", kind="bad-path", hint="name a directory"
+        )
+    return os.path.realpath(text)
+
+
+def _read_format(io: FileIO, path: str) -> Format | None:
+    """FORMAT of the store at `path`, None when there is none."""
+    name = f"{path}/{FORMAT_NAME}"
+    try:
+        return decode_format(read_file(io, name, MAX_FORMAT_BYTES), name)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise storage_error(error, "open the store, reading", name) from error
+
+
+def _create(io: FileIO, path: str, exist_ok: bool, mode: int | None) -> Format:
+    """Make or open; FORMAT comes last, so that what has one is complete. Raises OSError."""
+    description = _read_format(io, path)
+    if description is None:
+        fresh = not io.exists(path)
+        make_directories(io, path)
+        _refuse_foreign(io, path)
+        if mode is not None and fresh:
+            io.chmod(path, mode)
+    elif not exist_ok:
+        raise _exists(path)
+    for name in DIRECTORIES:
+        directory = f"{path}/{name}"
+        if not io.exists(directory):
+            try:
+                io.mkdir(directory)
+            except FileExistsError:  # another process makes the same store
+                continue
+            if mode is not None:
+                io.chmod(directory, mode)
+    if description is not None:
+        return description
+    description = new_format()
+    try:
+        publish_bytes(io, f"{path}/{FORMAT_NAME}", encode_format(description))
+    except FileExistsError:
+        if not exist_ok:
+            raise _exists(path) from None
+        made = _read_format(io, path)
+        if made is None:
+            raise
+        description = made
+    io.sync_directory(path)
+    io.sync_directory(os.path.dirname(path))
+    return description
+
+
+def _refuse_foreign(io: FileIO, path: str) -> None:
+    """InvalidInputError unless `path` is empty but for what an unfinished create leaves behind."""
+    try:
+        names = io.list(path)
+    except NotADirectoryError:
+        raise InvalidInputError(
+            f"{path} is a file; a store is a directory", kind="not-empty", path=path
+        ) from None
+    foreign = [
+        name
+        for name in names
+        if not name.startswith(TEMPORARY_PREFIX)
+        and not (name in _OWN and not any(io.list(f"{path}/{name}")))
+    ]
+    if foreign and not io.exists(f"{path}/{FORMAT_NAME}"):
+        raise InvalidInputError(
+            f"{path} is not empty and not a store (it holds {sorted(foreign)[0]!r})",
+            kind="not-empty",
+            hint="its file FORMAT is lost: copy it back from a copy of the store"
+            if {"packs", "manifests", "runs"} <= {*names}
+            else "name a new or empty directory",
+            path=path,
+        )
+
+
+def _exists(path: str) -> ConflictError:
+    return ConflictError(
+        f"there is a store at {path} already", kind="exists", hint="open it instead", path=path
+    )
