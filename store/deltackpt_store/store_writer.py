@@ -32,6 +32,7 @@ from deltackpt_store.fileio import (
     publish_bytes,
     read_file,
 )
+from deltackpt_store.history import ancestors_after
 from deltackpt_store.index import ChunkIndex, MemoryIndex
 from deltackpt_store.io_thread import IoThread
 from deltackpt_store.manifest import Commit, Manifest
@@ -315,7 +316,7 @@ class StoreWriter:
             manifest=manifest, base=base, root=root, closure=closure_digest(names),
             writer=self.writer, nonce=secrets.token_bytes(16), generation=generation,
             created=time.time(), versions=dict(versions or {}), metrics=dict(metrics or {}),
-            stats=dict(stats or {}),
+            stats=dict(stats or {}), ancestors=ancestors_after(parent, run),
         )  # fmt: skip
         data = encode_commit(record)
         path = os.path.join(directory, number_name(number))
