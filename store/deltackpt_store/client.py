@@ -20,8 +20,8 @@ import weakref
 from collections.abc import Callable
 from typing import Literal
 
-from . import protocol
-from .errors import (
+from deltackpt_store import protocol
+from deltackpt_store.errors import (
     DeltackptError,
     InvalidInputError,
     StateError,
@@ -29,10 +29,10 @@ from .errors import (
     WriterError,
     from_wire,
 )
-from .fileio import FileIO
-from .launch import Running, WriterProcess, WriterThread
-from .protocol import Channel, CommitRef, Committed, Ready, WriterOptions
-from .ring import DEFAULT_SLOT_BYTES, Ring, SlotPool
+from deltackpt_store.fileio import FileIO
+from deltackpt_store.launch import Running, WriterProcess, WriterThread
+from deltackpt_store.protocol import Channel, CommitRef, Committed, Ready, WriterOptions
+from deltackpt_store.ring import DEFAULT_SLOT_BYTES, Ring, SlotPool
 
 _log = logging.getLogger("deltackpt.writer")
 

@@ -1,6 +1,6 @@
 """Starting the writer: as a process of its own, or as a thread for notebooks and debugging.
 
-Both run :func:`deltackpt_store.writer.serve` over the same kind of socket and ring. The process
+Both run :func:`deltackpt_store.serve.serve` over the same kind of socket and ring. The process
 is a plain ``python -m deltackpt_store.writer`` in a session of its own: the user's main module is
 never imported again, and signals to the trainer's process group do not reach it.
 """
@@ -19,30 +19,14 @@ import threading
 import traceback
 from typing import IO, Protocol
 
-from .errors import WriterError
-from .fileio import FileIO
-from .protocol import Channel
-from .ring import Ring
+from deltackpt_store.errors import WriterError
+from deltackpt_store.fileio import FileIO
+from deltackpt_store.protocol import Channel
+from deltackpt_store.ring import Ring
+from deltackpt_store.writer import IGNORED_SIGNALS
 
 _DEPENDENCIES = ("msgspec", "numpy", "blake3", "xxhash", "lz4", "lmdb")
 _TAIL_BYTES = 4000
-
-IGNORED_SIGNALS = tuple(
-    getattr(signal, name)
-    for name in (
-        "SIGINT",
-        "SIGTERM",
-        "SIGHUP",
-        "SIGQUIT",
-        "SIGUSR1",
-        "SIGUSR2",
-        "SIGXCPU",
-        "SIGTSTP",
-    )
-    if hasattr(signal, name)
-)
-"""Signals that schedulers and terminals send to whole jobs; the writer outlives them and ends by
-itself when the trainer has."""
 
 
 class Running(Protocol):
@@ -83,8 +67,7 @@ class WriterProcess:
             command.append("-s")
         command += ["-m", "deltackpt_store.writer", "--control-fd", str(control.fileno())]
         command += ["--ring-fd", str(ring.fd), "--parent", str(os.getpid()), "--nice", str(nice)]
-        for path in added:
-            command += ["--path", path]
+        command += ["--path", os.pathsep.join(added)]
         # Blocked from birth, ignored as soon as the writer runs: no gap in which one could kill it.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)
         try:
@@ -154,7 +137,7 @@ class WriterThread:
         self._thread.start()
 
     def _run(self, ring: Ring, io: FileIO | None) -> None:
-        from .writer import serve
+        from deltackpt_store.serve import serve
 
         try:
             serve(Channel(self._control), lambda slots, slot_bytes: ring, io=io)

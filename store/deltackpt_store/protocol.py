@@ -13,16 +13,18 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import socket
 import struct
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from .errors import InvalidInputError, WriterError
-from .manifest import Layout
+from deltackpt_store.errors import InvalidInputError, WriterError
+from deltackpt_store.manifest import Layout
 
 PROTOCOL = 1
 MAX_FRAME = 1 << 30
@@ -47,7 +49,7 @@ class WriterOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     `lock_timeout` (seconds) bounds the wait for an earlier writer of the same run that is still
     finishing; `nice` is added to the writer process's niceness; `create` makes the store when the
-    path does not exist.
+    path does not exist; `versions` (of packages) are recorded in every commit.
     """
 
     codec: str = "auto"
@@ -56,6 +58,7 @@ class WriterOptions(msgspec.Struct, frozen=True, kw_only=True):
     nice: int = 0
     create: bool = True
     cache: bool = True
+    versions: dict[str, str] = {}
 
 
 # trainer -> writer -----------------------------------------------------------------------------
@@ -187,6 +190,7 @@ ToTrainer = Ready | Refused | Released | Committed | Failed | Notice
 _to_writer = msgspec.msgpack.Decoder(ToWriter)
 _to_trainer = msgspec.msgpack.Decoder(ToTrainer)
 _length = struct.Struct("<I")
+_record = struct.Struct("<IIII16s")
 
 
 class Channel:
@@ -197,11 +201,18 @@ class Channel:
     from `send`.
     """
 
-    def __init__(self, sock: socket.socket) -> None:
-        self._socket = sock
+    def __init__(self, sock: socket.socket, *, watch: int | None = None) -> None:
+        """`watch` is a descriptor that becomes readable when the peer's process has ended.
 
-    def fileno(self) -> int:
-        return self._socket.fileno()
+        The stream of a dead peer ends there, after what it sent, even while a child that it
+        forked still holds the other end of the socket open.
+        """
+        self._socket = sock
+        self._poll: select.poll | None = None
+        if watch is not None:
+            self._poll = select.poll()
+            self._poll.register(sock.fileno(), select.POLLIN)
+            self._poll.register(watch, select.POLLIN)
 
     def send(self, frame: bytes) -> None:
         """Send one frame of :func:`encode` whole; blocks while the other side does not read."""
@@ -221,6 +232,11 @@ class Channel:
         """Tell the other side that nothing more comes; receiving still works."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
+
+    def shutdown(self) -> None:
+        """End both directions: blocked callers of either side return."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         self._socket.close()
@@ -244,6 +260,8 @@ class Channel:
         data = bytearray(size)
         view = memoryview(data)
         while len(view):
+            if self._poll is not None and self._only_death():
+                return None
             try:
                 got = self._socket.recv_into(view)
             except ConnectionError:
@@ -252,6 +270,12 @@ class Channel:
                 return None  # an incomplete frame at the end counts as never sent
             view = view[got:]
         return data
+
+    def _only_death(self) -> bool:
+        """Wait for bytes or for the peer's end; True when it ended and no bytes are left."""
+        assert self._poll is not None
+        ready = {fd for fd, _ in self._poll.poll()}
+        return self._socket.fileno() not in ready
 
 
 def encode(message: ToWriter | ToTrainer) -> bytes:
@@ -278,11 +302,11 @@ def pack_records(
     return records.tobytes()
 
 
-def unpack_records(data: bytes) -> NDArray[Any]:
-    """Inverse of :func:`pack_records`, read-only; raises `WriterError` for a ragged length."""
-    if len(data) % RECORD.itemsize:
+def unpack_records(data: bytes) -> Iterator[tuple[int, int, int, int, bytes]]:
+    """(extent, chunk, offset, length, hash) of each record; `WriterError` for a ragged length."""
+    if len(data) % _record.size:
         raise WriterError(f"slot records of {len(data)} bytes", kind="protocol")
-    return np.frombuffer(data, RECORD)
+    return _record.iter_unpack(data)
 
 
 ExtentKey = tuple[str, int, str, int, str]

@@ -18,7 +18,7 @@ import os
 import tempfile
 from typing import Any
 
-from .errors import CorruptionError, InvalidInputError, StateError, StorageError
+from deltackpt_store.errors import CorruptionError, InvalidInputError, StateError, StorageError
 
 DEFAULT_SLOT_BYTES = 4 * 1024 * 1024
 MAX_SLOTS = 1 << 20

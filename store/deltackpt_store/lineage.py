@@ -1,0 +1,88 @@
+"""Which commit the next one of a run continues.
+
+Rules. The first save after a restore names the commit that was restored; every later one
+continues the last commit of this session; a session that restored nothing continues the run's
+newest commit. Within a run a step must be larger than the step it continues, unless `overwrite`:
+then the new commit continues the newest earlier commit with a smaller step, and the steps from
+there on are abandoned (not deleted) when, and only when, the new commit exists.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+from deltackpt_store.errors import ConflictError, CorruptionError, NotFoundError
+from deltackpt_store.manifest import Commit
+from deltackpt_store.protocol import CommitRef
+from deltackpt_store.store import Store
+
+
+class Lineage:
+    """The head of what this session writes. Used by one thread."""
+
+    def __init__(self, store: Store, run: str) -> None:
+        """Start at the newest commit of the run, if there is any that can be read."""
+        self._store = store
+        self._run = run
+        self.head: Commit | None = None
+        with contextlib.suppress(NotFoundError):
+            self.head = store.head(run)
+
+    def restart(self, ref: CommitRef) -> None:
+        """Continue the commit `ref` (of this or another run), which training was restored from.
+
+        Raises `NotFoundError` or `CorruptionError` when there is no such commit (any more).
+        """
+        run, number, digest = ref
+        if self.head is not None and (self.head.run, self.head.digest) == (run, digest):
+            return
+        commit = self._store.read_commit(run, number)
+        if commit.digest != digest:
+            raise CorruptionError(
+                f"commit {number} of run {run!r} is not the one that was restored",
+                kind="damaged-commit", run=run, number=number,
+            )  # fmt: skip
+        self.head = commit
+
+    def check(self, step: int, *, overwrite: bool, begun: int | None) -> None:
+        """Refuse a step that does not come after the one it would continue.
+
+        `begun` is the largest step of a save in flight. Raises `ConflictError`.
+        """
+        head = self.head
+        last = head.step if head is not None and head.run == self._run else None
+        if begun is not None and (last is None or begun > last):
+            last = begun
+        if overwrite or last is None or step > last:
+            return
+        raise ConflictError(
+            f"step {step} does not come after step {last}, the last one of run {self._run!r}",
+            kind="step-order",
+            hint="restore first, save a later step, use another run, or pass overwrite=True",
+            run=self._run,
+            step=step,
+            last=last,
+        )
+
+    def parent_of(self, step: int) -> Commit | None:
+        """The commit that a commit of `step` continues."""
+        commit = self.head
+        while commit is not None and commit.run == self._run and commit.step >= step:
+            commit = self._before(commit)
+        return commit
+
+    def _before(self, commit: Commit) -> Commit | None:
+        if commit.parent is None:
+            return None
+        run, number, _ = commit.parent
+        try:
+            return self._store.read_commit(run, number)
+        except NotFoundError:  # retention removed it; what it continued may still be there
+            pass
+        for first, last in reversed(commit.ancestors):
+            for candidate in range(min(last, number - 1), first - 1, -1):
+                try:
+                    return self._store.read_commit(self._run, candidate)
+                except NotFoundError:
+                    continue
+        return None

@@ -1,0 +1,64 @@
+"""Opening a run for writing: the store (made if need be), its lock, the index, the session."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from threading import Event
+
+from deltackpt_store.errors import DeltackptError
+from deltackpt_store.fileio import FileIO, make_directories
+from deltackpt_store.index import MemoryIndex, list_packs, refresh
+from deltackpt_store.names import check_name
+from deltackpt_store.oserror import storage_error
+from deltackpt_store.protocol import Hello, ToTrainer
+from deltackpt_store.ring import Ring
+from deltackpt_store.runlock import RunLock
+from deltackpt_store.session import RunWriter
+from deltackpt_store.store import Store
+
+
+def open_session(
+    hello: Hello,
+    ring: Ring,
+    *,
+    send: Callable[[ToTrainer], None],
+    gone: Event,
+    io: FileIO | None = None,
+) -> RunWriter:
+    """Open (or create) the store, lock the run, and tell the trainer that it may save.
+
+    Waits up to ``options.lock_timeout`` for an earlier writer of the run, or until `gone` is set.
+    Raises what keeps the run from being written: `NotFoundError`, `UnsupportedFormatError`,
+    `InvalidInputError`, `StorageError`, `ConflictError`, `CorruptionError`.
+    """
+    check_name(hello.run, "run")
+    path = os.fsdecode(hello.store)
+    store = Store.create(path, io=io) if hello.options.create else Store.open(path, io=io)
+    store.format.require("write", store.path)
+    directory = os.path.join(store.path, "runs", hello.run)
+    try:
+        make_directories(store.io, directory)
+        lock = RunLock.acquire(
+            directory, hello.run, timeout=hello.options.lock_timeout, cancelled=gone.wait
+        )
+    except OSError as error:
+        if isinstance(error, DeltackptError):
+            raise
+        raise storage_error(error, "write to the run", directory) from error
+    try:
+        index = MemoryIndex()
+        refresh(index, store.io, store.path, _packs(store), store_uuid=store.uuid)
+        session = RunWriter(store, hello, ring, index=index, lock=lock, send=send)
+    except BaseException:
+        lock.release()
+        raise
+    send(session.ready())
+    return session
+
+
+def _packs(store: Store) -> list[str]:
+    try:
+        return list_packs(store.io, store.path)
+    except OSError as error:
+        raise storage_error(error, "list the packs of", store.path) from error

@@ -1,0 +1,113 @@
+"""A save between its beginning and its commit, and what must hold before it may be committed."""
+
+from __future__ import annotations
+
+import time
+
+from deltackpt_store import codecs
+from deltackpt_store.errors import CorruptionError, InvalidInputError
+from deltackpt_store.manifest import ExtentSpec
+from deltackpt_store.protocol import Begin, Finish, extent_keys
+from deltackpt_store.store_writer import Put
+from deltackpt_store.tables import ChunkTable
+
+_COUNTERS = (
+    "staged_bytes", "staged_chunks", "changed_bytes", "changed_chunks", "dedup_bytes",
+    "dedup_chunks", "written_bytes", "encode_seconds", "flush_seconds",
+)  # fmt: skip
+
+
+class PendingSave:
+    """One save of the session: its chunk table so far and its figures. Used by one thread."""
+
+    def __init__(self, begin: Begin, table: ChunkTable) -> None:
+        self.id = begin.save
+        self.step = begin.step
+        self.overwrite = begin.overwrite
+        self.table = table
+        self.began = time.monotonic()
+        self._counts: dict[str, float] = dict.fromkeys(_COUNTERS, 0.0)
+
+    def count(self, name: str, amount: float) -> None:
+        self._counts[name] = self._counts.get(name, 0.0) + amount
+
+    def spec(self, extent: int, chunk: int, length: int) -> ExtentSpec:
+        """The extent of a staged chunk. Raises `InvalidInputError` unless the layout has it."""
+        extents = self.table.layout.extents
+        if extent < len(extents):
+            spec = extents[extent]
+            if chunk < spec.chunk_count and length == spec.chunk_length(chunk):
+                return spec
+        raise InvalidInputError(
+            f"staged chunk {chunk} of extent {extent} ({length} bytes) is not one of the layout's",
+            kind="protocol",
+        )
+
+    def record(
+        self, extent: int, chunk: int, length: int, put: Put, packs: tuple[str, ...]
+    ) -> None:
+        """A staged chunk has been put: its id enters the table."""
+        count = self.count
+        count("staged_bytes", length)
+        count("staged_chunks", 1)
+        if self.table.id(extent, chunk) != put.id:
+            count("changed_bytes", length)
+            count("changed_chunks", 1)
+        if put.written:
+            count("written_bytes", put.written)
+            codec = codecs.name_of(put.codec)
+            count(f"codec.{codec}.chunks", 1)
+            count(f"codec.{codec}.raw_bytes", length)
+            count(f"codec.{codec}.written_bytes", put.written)
+        else:
+            count("dedup_chunks", 1)
+            count("dedup_bytes", length)
+        self.table.set(extent, chunk, put.id, packs)
+
+    def check_complete(self, message: Finish) -> None:
+        """Raise `InvalidInputError` unless all that the layout promises is there, and no more."""
+        layout = self.table.layout
+        missing = self.table.first_missing()
+        if missing is not None:
+            name = self.extent_name(missing[0])
+            raise InvalidInputError(
+                f"chunk {missing[1]} of {name!r} was neither staged nor part of the save that this"
+                " one is relative to",
+                kind="incomplete", key=name,
+            )  # fmt: skip
+        if set(message.objects) != set(layout.objects):
+            raise InvalidInputError("the objects are not those of the layout", kind="incomplete")
+        inline = {i: spec.nbytes for i, spec in enumerate(layout.extents) if spec.inline}
+        if {extent: len(data) for extent, data in message.inline.items()} != inline:
+            raise InvalidInputError(
+                "the inline extents are not those of the layout", kind="incomplete"
+            )
+
+    def torn(self, extent: int, chunk: int) -> CorruptionError:
+        """The error for staged bytes that do not have their change hash."""
+        name = self.extent_name(extent)
+        return CorruptionError(
+            f"the staged bytes of {name!r} (chunk {chunk}) are not the bytes that were detected:"
+            " they changed while they were copied",
+            kind="torn",
+            hint="do not write to the state between save() and the next optimizer step, or use"
+            " overlap=False",
+            key=name, step=self.step, chunk=chunk,
+        )  # fmt: skip
+
+    def extent_name(self, extent: int) -> str:
+        """Path of the first tensor that views the extent."""
+        return extent_keys(self.table.layout)[extent][0]
+
+    def stats(self, message: Finish) -> dict[str, float]:
+        """What the commit records: the trainer's counters, and the writer's own figures."""
+        layout = self.table.layout
+        return {
+            **message.counters,
+            **self._counts,
+            "state_bytes": float(sum(spec.nbytes for spec in layout.extents)),
+            "packs": float(len(self.table.packs())),
+            "chunks": float(sum(spec.chunk_count for spec in layout.extents)),
+            "inline_bytes": float(sum(map(len, message.inline.values()))),
+            "object_bytes": float(sum(map(len, message.objects.values()))),
+        }

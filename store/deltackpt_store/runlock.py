@@ -1,0 +1,129 @@
+"""One writer per run: an advisory lock that the kernel releases when its holder dies.
+
+The lock is flock(2) on ``runs/<run>/.lock``, so a killed writer never leaves a stale one. It
+spares two writers wasted work and gives the second a clear message; what decides between them is
+the commit record, which is created only if absent. Where the file system has no locks the writer
+goes on without, and says so. The lock file is no part of the store's content, is never read back
+except to name the holder, and stays behind; like the index cache it does not go through `FileIO`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+
+from deltackpt_store.errors import ConflictError
+
+_log = logging.getLogger("deltackpt.writer")
+
+LOCK_NAME = ".lock"
+_POLL_SECONDS = 0.05
+_BUSY = frozenset({errno.EAGAIN, errno.EWOULDBLOCK, errno.EACCES})
+_UNSUPPORTED = frozenset(
+    {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
+)
+
+
+class RunLock:
+    """The held lock. Release it with :meth:`release`; process death releases it too."""
+
+    def __init__(self, fd: int, *, locked: bool) -> None:
+        self._fd = fd
+        self.locked = locked
+
+    @classmethod
+    def acquire(
+        cls, directory: str, run: str, *, timeout: float, cancelled: Callable[[float], bool]
+    ) -> RunLock:
+        """Lock the run whose directory is `directory`, waiting up to `timeout` seconds.
+
+        `cancelled(seconds)` sleeps at most that long and tells whether to give up waiting.
+        Raises `ConflictError` naming the holder, and ``OSError`` when the lock file cannot be
+        made (a read-only store, no permission).
+        """
+        path = os.path.join(directory, LOCK_NAME)
+        deadline = time.monotonic() + timeout
+        while True:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            try:
+                locked = _lock(fd, path)
+                if locked is None or (locked and _is_current(fd, path)):
+                    _describe(fd)
+                    return cls(fd, locked=locked is not None)
+                holder = _holder(fd)
+            except BaseException:
+                os.close(fd)
+                raise
+            os.close(fd)
+            if locked:
+                continue  # the file was replaced under us: lock the new one
+            if time.monotonic() >= deadline or cancelled(_POLL_SECONDS):
+                raise ConflictError(
+                    f"run {run!r} is being written by {holder}",
+                    kind="run-locked",
+                    hint="end that trainer or give this one another run name; a writer that is"
+                    " only finishing its last save lets go by itself",
+                    run=run,
+                )
+
+    def release(self) -> None:
+        """Let the next writer in. Idempotent."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def forget(self) -> None:
+        """In a forked child: close the inherited descriptor (the parent's lock stays)."""
+        with contextlib.suppress(OSError):
+            self.release()
+
+
+def _lock(fd: int, path: str) -> bool | None:
+    """True: locked. False: somebody else holds it. None: this file system has no locks."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in _BUSY:
+            return False
+        if error.errno in _UNSUPPORTED:
+            _log.warning(
+                "no file locks on %s (%s): a second writer of this run would be noticed only when"
+                " it commits",
+                path, error.strerror,
+            )  # fmt: skip
+            return None
+        raise
+    return True
+
+
+def _is_current(fd: int, path: str) -> bool:
+    try:
+        there = os.stat(path)
+    except FileNotFoundError:
+        return False
+    mine = os.fstat(fd)
+    return (there.st_dev, there.st_ino) == (mine.st_dev, mine.st_ino)
+
+
+def _describe(fd: int) -> None:
+    """Who holds it, for the message of the next one; not worth failing for."""
+    text = json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode()
+    with contextlib.suppress(OSError):
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, text, 0)
+
+
+def _holder(fd: int) -> str:
+    try:
+        found: Any = json.loads(os.pread(fd, 1000, 0))
+        return f"process {int(found['pid'])} on {str(found['host'])[:100]!r}"
+    except (OSError, ValueError, KeyError, TypeError):
+        return "another process"

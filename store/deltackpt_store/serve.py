@@ -1,0 +1,158 @@
+"""The writer's loop: read messages, feed the run's session, end with the trainer.
+
+One thread receives, so that the trainer never waits for a busy writer to read; the caller's
+thread does the work. The end of the channel (the trainer closed it, or died) ends the loop after
+all messages that arrived whole have been handled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import socket
+import threading
+from collections.abc import Callable
+
+from deltackpt_store import protocol
+from deltackpt_store.errors import DeltackptError, WriterError, to_wire
+from deltackpt_store.fileio import FileIO
+from deltackpt_store.open_run import open_session
+from deltackpt_store.protocol import Channel, Hello, ToTrainer, ToWriter
+from deltackpt_store.ring import Ring
+from deltackpt_store.session import RunWriter
+
+_log = logging.getLogger("deltackpt.writer")
+
+
+class Mailbox:
+    """Both directions of the channel as the session sees them."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._inbox: queue.SimpleQueue[ToWriter | DeltackptError | None] = queue.SimpleQueue()
+        self._sending = threading.Lock()
+        self.gone = threading.Event()
+        """Set when the trainer is gone: nothing that is sent will be read any more."""
+        self._thread = threading.Thread(target=self._receive, name="deltackpt-inbox", daemon=True)
+        self._thread.start()
+
+    def get(self) -> ToWriter | None:
+        """The next message; None at the end. Raises `WriterError` for one that is not valid."""
+        message = self._inbox.get()
+        if isinstance(message, DeltackptError):
+            raise message
+        return message
+
+    def idle(self) -> bool:
+        """Whether no message is waiting."""
+        return self._inbox.empty()
+
+    def send(self, message: ToTrainer) -> None:
+        """Tell the trainer; silently nothing once it is gone."""
+        frame = protocol.encode(message)
+        with self._sending:
+            if not self.gone.is_set():
+                with contextlib.suppress(OSError):
+                    self._channel.send(frame)
+
+    def close(self) -> None:
+        """End the connection and the receiving thread."""
+        self.gone.set()
+        self._channel.shutdown()
+        self._thread.join()
+        self._channel.close()
+
+    def _receive(self) -> None:
+        try:
+            while (message := self._channel.receive_as_writer()) is not None:
+                self._inbox.put(message)
+        except DeltackptError as error:
+            self._inbox.put(error)
+        except OSError as error:
+            _log.warning("the control channel failed: %s", error)
+        finally:
+            self.gone.set()
+            self._channel.shutdown()  # wakes a sender that nobody will read from
+            self._inbox.put(None)
+
+
+class _NoticeHandler(logging.Handler):
+    """Sends log records of the writer process to the trainer's log."""
+
+    def __init__(self, send: Callable[[ToTrainer], None]) -> None:
+        super().__init__(logging.WARNING)
+        self._send = send
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._send(protocol.Notice(record.levelno, record.getMessage()))
+
+
+def serve(
+    channel: Channel,
+    attach: Callable[[int, int], Ring],
+    *,
+    io: FileIO | None = None,
+    forward_log: bool = False,
+) -> None:
+    """Serve one trainer until its channel ends; owns `channel`.
+
+    `attach(slots, slot_bytes)` gives the ring, which stays the caller's. `io` is the file layer of
+    the store. `forward_log` sends warnings to the trainer's log. Raises only for broken protocol
+    and programming errors: what the store refuses is told to the trainer.
+    """
+    mailbox = Mailbox(channel)
+    if forward_log:
+        logging.getLogger("deltackpt").addHandler(_NoticeHandler(mailbox.send))
+    try:
+        hello = mailbox.get()
+        if hello is None:
+            return
+        if not isinstance(hello, Hello) or hello.protocol != protocol.PROTOCOL:
+            raise WriterError(
+                "trainer and writer do not speak the same protocol", kind="protocol",
+                hint="the package was upgraded while the trainer ran: start it again",
+            )  # fmt: skip
+        try:
+            ring = attach(hello.slots, hello.slot_bytes)
+            session = open_session(hello, ring, send=mailbox.send, gone=mailbox.gone, io=io)
+        except (DeltackptError, OSError) as error:
+            mailbox.send(protocol.Refused(to_wire(error)))
+            return
+        try:
+            _loop(mailbox, session)
+        finally:
+            session.close()
+    finally:
+        mailbox.close()
+
+
+def _loop(mailbox: Mailbox, session: RunWriter) -> None:
+    while True:
+        message = mailbox.get()
+        if message is None or isinstance(message, protocol.Close):
+            return
+        session.handle(message)
+        if mailbox.idle():
+            session.relieve()
+
+
+def serve_process(*, control_fd: int, ring_fd: int, parent: int) -> None:
+    """Serve the process `parent`, whose death counts as the end of the channel."""
+    sock = socket.socket(fileno=control_fd)
+    channel = Channel(sock, watch=_death_of(parent))
+    serve(channel, lambda slots, size: Ring.attach(ring_fd, slots, size), forward_log=True)
+
+
+def _death_of(parent: int) -> int | None:
+    """A descriptor that is readable once the parent has ended; None where there is none."""
+    try:
+        fd = os.pidfd_open(parent)
+    except (AttributeError, OSError):
+        return None
+    if os.getppid() != parent:  # it ended before we looked, and its number may be reused
+        os.close(fd)
+        fd, other = os.pipe()
+        os.close(other)
+    return fd

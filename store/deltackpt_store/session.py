@@ -1,0 +1,325 @@
+"""One run being written: from staged chunks to blobs, chunk tables, manifests and commits.
+
+Used by one thread. Failure policy: what is wrong with one save (a torn chunk, a step out of
+order) fails that save; what is wrong with the storage fails every save with blobs that are not
+durable yet, and those blobs are dropped. Either way the session goes on, the step can be saved
+again, and a failed save is never what a later one refers to.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+
+import msgspec
+import xxhash
+
+from deltackpt_store import protocol
+from deltackpt_store.errors import (
+    CorruptionError,
+    DeltackptError,
+    InvalidInputError,
+    StateError,
+    to_wire,
+)
+from deltackpt_store.index import ChunkIndex
+from deltackpt_store.layout_check import check_layout
+from deltackpt_store.lineage import Lineage
+from deltackpt_store.manifest import Layout
+from deltackpt_store.pending_save import PendingSave
+from deltackpt_store.protocol import Begin, Committed, Finish, Hello, Slot, ToTrainer, ToWriter
+from deltackpt_store.publisher import Publisher
+from deltackpt_store.ring import Ring
+from deltackpt_store.runlock import RunLock
+from deltackpt_store.store import Store
+from deltackpt_store.store_writer import Put, StoreWriter
+from deltackpt_store.tables import ChunkTable
+
+_log = logging.getLogger("deltackpt.writer")
+
+KEPT_TABLES = 4
+"""Chunk tables kept for saves to be relative to: two in flight, the last commit, one spare."""
+
+
+class RunWriter:
+    """The writer's side of one run. `send` tells the trainer; `ring` is only read."""
+
+    def __init__(
+        self,
+        store: Store,
+        hello: Hello,
+        ring: Ring,
+        *,
+        index: ChunkIndex,
+        lock: RunLock,
+        send: Callable[[ToTrainer], None],
+    ) -> None:
+        self._store = store
+        self._seed = hello.seed
+        self._ring = ring
+        self._index = index
+        self._lock = lock
+        self._send = send
+        self._writer = StoreWriter(
+            store, codec=hello.options.codec, index=index, pack_bytes=hello.options.pack_bytes
+        )
+        self._lineage = Lineage(store, hello.run)
+        self._publisher = Publisher(
+            store, hello.run, self._writer, self._lineage, versions=hello.options.versions
+        )
+        self._layout: Layout | None = None
+        self._active: dict[int, PendingSave] = {}
+        self._tables: OrderedDict[int | tuple[str, int], ChunkTable | None] = OrderedDict()
+        self._held: list[int] = []
+        self._dirty: set[int] = set()  # saves with blobs that no flush has made durable
+        self._starving = False
+
+    # messages ----------------------------------------------------------------------------------
+
+    def handle(self, message: ToWriter) -> None:
+        """Do what the message asks for; every failure of a save is told to the trainer.
+
+        Raises only for a message that has no place here.
+        """
+        match message:
+            case Begin():
+                self._begin(message)
+            case Slot():
+                self._slot(message)
+            case Finish():
+                self._finish(message)
+            case protocol.Abort(save):
+                if save in self._active:
+                    self._fail(save, StateError(f"save {save} was given up", kind="aborted"))
+            case protocol.NeedSlots():
+                self._starving = True
+            case _:
+                raise StateError(f"unexpected message {type(message).__name__}", kind="protocol")
+
+    def relieve(self) -> None:
+        """Make slots free if the trainer waits for one; called when no message is waiting."""
+        if self._starving and self._held:
+            self._flush()
+
+    def close(self) -> None:
+        """Drop what is not committed and let the run go. Nothing is sent."""
+        try:
+            self._writer.close()
+            close = getattr(self._index, "close", None)
+            if close is not None:
+                close()
+        finally:
+            self._lock.release()
+
+    def ready(self) -> protocol.Ready:
+        head = self._lineage.head
+        uuid = self._store.uuid.hex()
+        if head is None:
+            return protocol.Ready(uuid, os.getpid())
+        return protocol.Ready(uuid, os.getpid(), head.number, head.step, head.digest)
+
+    # begin -------------------------------------------------------------------------------------
+
+    def _begin(self, begin: Begin) -> None:
+        try:
+            layout = self._take_layout(begin)
+            if begin.parent is not None:
+                self._lineage.restart(begin.parent)
+            begun = max((save.step for save in self._active.values()), default=None)
+            self._lineage.check(begin.step, overwrite=begin.overwrite, begun=begun)
+            source = self._relative(begin)
+            table = ChunkTable(layout) if source is None else source.derive(layout)
+            self._active[begin.save] = PendingSave(begin, table)
+        except Exception as error:
+            self._fail(begin.save, error)
+
+    def _take_layout(self, begin: Begin) -> Layout:
+        if begin.layout is not None:
+            self._layout = None
+            try:
+                layout = msgspec.msgpack.decode(begin.layout, type=Layout)
+                check_layout(layout, "layout")
+            except (msgspec.MsgspecError, CorruptionError) as error:
+                raise InvalidInputError(f"the layout is not valid: {error}") from error
+            self._layout = self._publisher.known_layout(layout)
+        if self._layout is None:
+            raise InvalidInputError("no valid layout was given")
+        return self._layout
+
+    def _relative(self, begin: Begin) -> ChunkTable | None:
+        """The table of what the save is relative to; None for a save that stages everything."""
+        key = begin.relative if begin.relative is not None else begin.relative_commit
+        if key is None:
+            return None
+        if key in self._tables:
+            table = self._tables[key]
+            if table is None:
+                raise StateError(
+                    f"save {key} failed, and this one was relative to it",
+                    kind="relative-failed",
+                    hint="save again relative to the last durable step",
+                )
+            return table
+        if isinstance(key, int):
+            raise StateError(
+                f"save {key} is not complete or no longer known, and this one is relative to it",
+                kind="relative-unknown",
+            )
+        commit = self._store.read_commit(*key)
+        snapshot = self._store.snapshot(commit)
+        table = ChunkTable.from_snapshot(snapshot, self._packs_of)
+        self._publisher.continue_from(commit, snapshot)
+        self._keep_table(key, table)
+        return table
+
+    def _packs_of(self, chunk_id: bytes) -> tuple[str, ...]:
+        """The packs that a stored chunk takes; empty when the index does not know them all."""
+        location = self._index.get(chunk_id)
+        if location is None:
+            return ()
+        packs = {location.pack}
+        for ref in location.refs:
+            more = self._packs_of(ref)
+            if not more:
+                return ()
+            packs.update(more)
+        return tuple(sorted(packs))
+
+    # staging -----------------------------------------------------------------------------------
+
+    def _slot(self, message: Slot) -> None:
+        save = self._active.get(message.save)
+        if save is None:  # failed or given up while this was on its way
+            self._send(protocol.Released([message.slot]))
+            return
+        self._held.append(message.slot)
+        self._dirty.add(save.id)
+        began = time.perf_counter()
+        try:
+            self._stage(save, message)
+        except Exception as error:
+            self._fail(save.id, error)
+            return
+        save.count("encode_seconds", time.perf_counter() - began)
+        if 2 * len(self._held) >= self._ring.slots:
+            self._flush()  # the trainer fills the other half meanwhile
+
+    def _stage(self, save: PendingSave, message: Slot) -> None:
+        data = self._ring.view(message.slot)
+        for extent, chunk, offset, length, expected in protocol.unpack_records(message.records):
+            spec = save.spec(extent, chunk, length)
+            if offset + length > len(data):
+                raise InvalidInputError(
+                    f"a staged chunk lies at {offset} + {length} of a slot of {len(data)} bytes",
+                    kind="protocol",
+                )
+            raw = data[offset : offset + length]
+            if xxhash.xxh3_128_digest(raw, self._seed) != expected:
+                raise save.torn(extent, chunk)
+            put = self._writer.put(raw, dtype=spec.dtype)
+            save.record(extent, chunk, length, put, self._packs_of_put(put))
+
+    def _packs_of_put(self, put: Put) -> tuple[str, ...]:
+        if not put.refs:
+            return (put.pack,)
+        packs = {put.pack}
+        for ref in put.refs:
+            more = self._packs_of(ref)
+            if not more:
+                raise StateError(f"the packs of reference {ref.hex()} are not known")
+            packs.update(more)
+        return tuple(sorted(packs))
+
+    def _flush(self) -> bool:
+        """Make all blobs durable and release their slots; False when the storage refused."""
+        began = time.perf_counter()
+        try:
+            if self._dirty:
+                self._writer.flush()
+        except Exception as error:
+            self._fail_unflushed(error)
+            return False
+        spent = time.perf_counter() - began
+        for save in self._dirty:
+            if save in self._active:
+                self._active[save].count("flush_seconds", spent)
+        self._dirty.clear()
+        self._release()
+        return True
+
+    def _release(self) -> None:
+        if self._held:
+            self._send(protocol.Released(sorted(self._held)))
+            self._held = []
+            self._starving = False
+
+    # finish ------------------------------------------------------------------------------------
+
+    def _finish(self, message: Finish) -> None:
+        save = self._active.get(message.save)
+        if save is None:
+            return
+        try:
+            save.check_complete(message)
+        except Exception as error:
+            self._fail(save.id, error)
+            return
+        if not self._flush():
+            return
+        try:
+            save.table.freeze()
+            stats = save.stats(message)
+            commit, base = self._publisher.publish(save, message, stats)
+        except Exception as error:
+            self._fail(save.id, error)
+            return
+        del self._active[save.id]
+        self._keep_table(save.id, save.table)
+        self._keep_table((commit.run, commit.number), save.table)
+        stats["writer_seconds"] = time.monotonic() - save.began
+        self._send(
+            Committed(
+                save.id, commit.run, commit.number, commit.step, commit.digest, commit.manifest,
+                commit.root, base, stats,
+            )
+        )  # fmt: skip
+
+    def _keep_table(self, key: int | tuple[str, int], table: ChunkTable | None) -> None:
+        self._tables[key] = table
+        self._tables.move_to_end(key)
+        while len(self._tables) > 2 * KEPT_TABLES:  # most tables are kept under two keys
+            self._tables.popitem(last=False)
+
+    # failure -----------------------------------------------------------------------------------
+
+    def _fail(self, save: int, error: Exception) -> None:
+        """Fail one save; every unflushed one too when the error is of the storage."""
+        of_save = isinstance(error, DeltackptError) and not isinstance(error, OSError)
+        if not of_save and save in self._dirty:
+            self._fail_unflushed(error)
+            return
+        self._settle(save, error)
+        self._dirty.discard(save)
+        if not self._dirty:
+            self._drop_blobs()
+
+    def _fail_unflushed(self, error: Exception) -> None:
+        for save in sorted(self._dirty):
+            self._settle(save, error)
+        self._dirty.clear()
+        self._drop_blobs()
+
+    def _drop_blobs(self) -> None:
+        """Forget blobs that nothing needs, so that a failed save leaves no garbage behind."""
+        self._writer.abort()
+        self._release()
+
+    def _settle(self, save: int, error: Exception) -> None:
+        if not isinstance(error, DeltackptError):
+            _log.error("save %d failed", save, exc_info=error)
+        self._active.pop(save, None)
+        self._keep_table(save, None)
+        self._send(protocol.Failed(save, to_wire(error)))

@@ -1,0 +1,149 @@
+"""What a save consists of while it is being made: chunk ids and the packs that hold them.
+
+A :class:`ChunkTable` derives from the table of the save (or commit) it is relative to and shares
+every array it does not change, so a save costs memory for the extents that changed only (36 bytes
+per chunk of those), and nothing accumulates from save to save.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deltackpt_store.manifest import ID_BYTES, Ids, Layout, Snapshot
+from deltackpt_store.protocol import extent_keys
+
+PackOf = Callable[[bytes], Iterable[str]]
+"""Chunk id -> the packs that restoring it takes (empty when unknown)."""
+
+_NOWHERE = 0
+
+
+class ChunkTable:
+    """Ids of all chunks of one save, and how many of them each pack holds.
+
+    Used by one thread. Once :meth:`freeze` was called its arrays are never written again.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        """A table with every chunk missing."""
+        self.layout = layout
+        self.chunks: dict[int, Ids] = {}
+        self._where: dict[int, NDArray[np.uint32]] = {}
+        self._numbers: dict[tuple[str, ...], int] = {}
+        self._names: dict[int, tuple[str, ...]] = {}
+        self._counts: dict[int, int] = {}
+        self._next = _NOWHERE + 1
+        self._own: set[int] = set()
+        self._missing = 0
+        for extent, spec in enumerate(layout.extents):
+            if not spec.inline:
+                self._add_empty(extent, spec.chunk_count)
+
+    @classmethod
+    def from_snapshot(cls, snapshot: Snapshot, packs_of: PackOf) -> ChunkTable:
+        """The table of a committed step.
+
+        Chunks whose packs `packs_of` does not know are taken to need every pack of the step.
+        """
+        table = cls(snapshot.layout)
+        for extent, ids in snapshot.chunks.items():
+            data = ids.tobytes()
+            for row in range(len(ids)):
+                chunk_id = data[row * ID_BYTES : (row + 1) * ID_BYTES]
+                packs = tuple(packs_of(chunk_id)) or snapshot.packs
+                table.set(extent, row, chunk_id, packs)
+            table.chunks[extent] = ids
+        table.freeze()
+        return table
+
+    def derive(self, layout: Layout) -> ChunkTable:
+        """A table for the next save: chunks of extents that both layouts have are as here."""
+        new = ChunkTable.__new__(ChunkTable)
+        new.layout = layout
+        new._numbers, new._names = dict(self._numbers), dict(self._names)
+        new._next, new._own, new._missing = self._next, set(), 0
+        if layout is self.layout or layout == self.layout:
+            new.chunks, new._where = dict(self.chunks), dict(self._where)
+            new._counts = dict(self._counts)
+            return new
+        new.chunks, new._where, new._counts = {}, {}, {}
+        mine = {key: extent for extent, key in enumerate(extent_keys(self.layout))}
+        for extent, key in enumerate(extent_keys(layout)):
+            spec = layout.extents[extent]
+            if spec.inline:
+                continue
+            source = mine.get(key)
+            if source is None:
+                new._add_empty(extent, spec.chunk_count)
+                continue
+            new.chunks[extent], new._where[extent] = self.chunks[source], self._where[source]
+            numbers, counts = np.unique(self._where[source], return_counts=True)
+            for number, count in zip(numbers.tolist(), counts.tolist(), strict=True):
+                new._counts[number] = new._counts.get(number, 0) + count
+        for number in [n for n in new._names if n not in new._counts]:
+            new._drop(number)
+        return new
+
+    def id(self, extent: int, chunk: int) -> bytes | None:
+        """The chunk's present id; None while it is missing."""
+        if self._where[extent][chunk] == _NOWHERE:
+            return None
+        return self.chunks[extent][chunk].tobytes()
+
+    def set(self, extent: int, chunk: int, chunk_id: bytes, packs: tuple[str, ...]) -> None:
+        """Record that the chunk has this id and needs `packs` (at least one) to be restored."""
+        if extent not in self._own:
+            self.chunks[extent] = self.chunks[extent].copy()
+            self._where[extent] = self._where[extent].copy()
+            self._own.add(extent)
+        where = self._where[extent]
+        number = self._numbers.get(packs)
+        if number is None:
+            number, self._next = self._next, self._next + 1
+            self._numbers[packs] = number
+            self._names[number] = packs
+        old = int(where[chunk])
+        if old != number:
+            if old == _NOWHERE:
+                self._missing -= 1
+            else:
+                self._counts[old] -= 1
+                if not self._counts[old]:
+                    del self._counts[old]
+                    self._drop(old)
+            where[chunk] = number
+            self._counts[number] = self._counts.get(number, 0) + 1
+        self.chunks[extent][chunk] = np.frombuffer(chunk_id, np.uint8)
+
+    def first_missing(self) -> tuple[int, int] | None:
+        """(extent, chunk) of a chunk that is neither staged nor inherited."""
+        if not self._missing:
+            return None
+        for extent, where in self._where.items():
+            rows = np.flatnonzero(where == _NOWHERE)
+            if len(rows):
+                return extent, int(rows[0])
+        return None
+
+    def packs(self) -> set[str]:
+        """All packs that restoring this save takes."""
+        return {name for number in self._counts for name in self._names[number]}
+
+    def freeze(self) -> None:
+        """Nothing is written into the arrays from here on; they may be shared."""
+        for extent in self._own:
+            self.chunks[extent].flags.writeable = False
+            self._where[extent].flags.writeable = False
+        self._own.clear()
+
+    def _add_empty(self, extent: int, count: int) -> None:
+        self.chunks[extent] = np.zeros((count, ID_BYTES), np.uint8)
+        self._where[extent] = np.zeros(count, np.uint32)
+        self._own.add(extent)
+        self._missing += count
+
+    def _drop(self, number: int) -> None:
+        del self._numbers[self._names.pop(number)]
