@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -32,6 +32,7 @@ __all__ = ["ChunkIndex", "Location", "MemoryIndex", "list_packs", "refresh"]
 
 _log = logging.getLogger("deltackpt.store.index")
 _SMALL = 65536
+_GROUP = 500_000
 
 
 class ChunkIndex(Protocol):
@@ -45,11 +46,19 @@ class ChunkIndex(Protocol):
         """Learn all records of a published pack. Adding a known name again changes nothing."""
         ...
 
+    def add_packs(self, packs: Sequence[tuple[str, PackEntries]]) -> None:
+        """`add_pack` for many."""
+        ...
+
     def drop_pack(self, name: str) -> None:
         """Forget a pack; unknown names are ignored."""
         ...
 
     def packs(self) -> frozenset[str]: ...
+
+    def close(self) -> None:
+        """Release files and locks held. The index is not used afterwards."""
+        ...
 
     def __len__(self) -> int:
         """Number of records known (a chunk held by two packs may count twice)."""
@@ -87,6 +96,10 @@ class MemoryIndex:
             self._names.append(name)
             self._entries.append(entries)
             self._live += len(entries)
+
+    def add_packs(self, packs: Sequence[tuple[str, PackEntries]]) -> None:
+        for name, entries in packs:
+            self.add_pack(name, entries)
 
     def drop_pack(self, name: str) -> None:
         with self._lock:
@@ -230,6 +243,9 @@ class MemoryIndex:
         with self._lock:
             return frozenset(self._numbers)
 
+    def close(self) -> None:
+        """Nothing to release."""
+
     def entries(self, name: str) -> PackEntries | None:
         """The table of one pack, or None when it is not known."""
         with self._lock:
@@ -291,6 +307,8 @@ def refresh(
     for name in sorted(known - wanted):
         index.drop_pack(name)
     errors: list[DeltackptError] = []
+    read: list[tuple[str, PackEntries]] = []
+    records = 0
     for name in sorted(wanted - known):
         try:
             footer = read_footer(io, pack_path(root, name), store_uuid=store_uuid)
@@ -298,5 +316,11 @@ def refresh(
             _log.warning("pack %s is left out of the index: %s", name, error)
             errors.append(error)
         else:
-            index.add_pack(name, footer.entries)
+            read.append((name, footer.entries))
+            records += len(footer.entries)
+            if records >= _GROUP:
+                index.add_packs(read)
+                read, records = [], 0
+    if read:
+        index.add_packs(read)
     return errors

@@ -34,6 +34,7 @@ from xxhash import xxh3_64_intdigest
 
 from deltackpt_store.errors import CorruptionError, InvalidInputError, UnsupportedFormatError
 from deltackpt_store.fileio import Buffer, FileIO
+from deltackpt_store.manifest import ID_BYTES, MAX_CHUNK_BYTES
 from deltackpt_store.names import is_pack_name
 from deltackpt_store.names import pack_path as relative_pack_path
 from deltackpt_store.oserror import storage_error
@@ -43,12 +44,9 @@ TRAILER_MAGIC = b"\x89DCKEND\n"
 RECORD_MAGIC = b"\xc5DcR"
 VERSION = 1
 
-ID_BYTES = 32
 ALIGNMENT = 4096
 ALIGNED_BYTES = 64 * 1024
 """Raw payloads of at least this many bytes start on a multiple of `ALIGNMENT`."""
-MAX_CHUNK_BYTES = 64 * 1024 * 1024
-"""Largest raw length of a chunk: a record that claims more is refused as damaged."""
 MAX_REFERENCES = 255
 MAX_PARAMS = 255
 

@@ -39,7 +39,7 @@ from deltackpt_store.manifest import Commit, Manifest
 from deltackpt_store.manifest_io import closure_digest, digest_of, encode, encode_commit
 from deltackpt_store.names import RETIRED_SUFFIX, check_name, number_name, parse_number
 from deltackpt_store.oserror import storage_error
-from deltackpt_store.pack import MAX_CHUNK_BYTES, PackEntries, pack_path
+from deltackpt_store.pack import MAX_CHUNK_BYTES, pack_path
 from deltackpt_store.pack_writer import BATCH_BYTES, PackBuilder, PackFile, sync_directory
 
 PACK_BYTES = 64 * 1024 * 1024
@@ -330,11 +330,10 @@ class StoreWriter:
         return msgspec.structs.replace(record, digest=data[-32:])
 
     def _index_committed(self) -> None:
-        for name in sorted(self._uncommitted.packs()):
-            entries: PackEntries | None = self._uncommitted.entries(name)
-            if entries is not None:
-                self._index.add_pack(name, entries)
-        self._uncommitted = MemoryIndex()
+        fresh, self._uncommitted = self._uncommitted, MemoryIndex()
+        packs = [(name, fresh.entries(name)) for name in sorted(fresh.packs())]
+        if packs:
+            self._index.add_packs([(name, entries) for name, entries in packs if entries])
 
     def _highest(self, directory: str) -> int:
         try:

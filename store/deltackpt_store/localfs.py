@@ -1,0 +1,71 @@
+"""Where a memory-mapped, locked cache may live: never on a network file system."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import tempfile
+
+_LOCAL = frozenset(
+    [
+        "ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "tmpfs", "ramfs", "overlay",
+        "aufs", "bcachefs", "jfs", "reiserfs", "nilfs2", "vfat", "exfat", "ntfs", "ntfs3",
+        "fuseblk", "fuse.fuse-overlayfs", "ubifs", "rootfs", "apfs", "hfs", "ufs",
+    ]
+)  # fmt: skip
+_OCTAL = re.compile(r"\\([0-7]{3})")
+
+
+def filesystem_type(path: str, mounts: str = "/proc/self/mountinfo") -> str:
+    """Type of the file system that holds `path` ("ext4", "nfs4", ...), "unknown" if not found."""
+    real = os.path.realpath(path)
+    best, found = -1, "unknown"
+    try:
+        with open(mounts, encoding="utf-8", errors="surrogateescape") as lines:
+            for line in lines:
+                front, _, back = line.partition(" - ")
+                fields, kind = front.split(), back.split()
+                if len(fields) < 5 or not kind:
+                    continue
+                point = _OCTAL.sub(lambda m: chr(int(m[1], 8)), fields[4])
+                inside = real == point or real.startswith(point.rstrip("/") + "/")
+                if inside and len(point) >= best:  # a later mount at the same place hides this one
+                    best, found = len(point), kind[0]
+    except OSError:
+        pass
+    return found
+
+
+def is_local(path: str) -> bool:
+    """Whether `path` is known to be on a file system of this machine alone.
+
+    Network file systems (NFS, SMB, Lustre, Ceph, 9p, FUSE mounts, ...) and unknown ones are not:
+    memory maps and locks cannot be relied on there.
+    """
+    return filesystem_type(path) in _LOCAL
+
+
+def index_directory(store_path: str, store_uuid: bytes) -> str | None:
+    """Where the index of a store lives: inside it, or in the user's local cache directory.
+
+    The latter (``$XDG_CACHE_HOME`` or ``~/.cache``, else the temporary directory) is keyed by
+    store uuid and path, so that copies of a store do not share an index. None when no local place
+    is known. Nothing is created.
+    """
+    if is_local(store_path) and os.access(store_path, os.W_OK):
+        return os.path.join(store_path, "cache", "index")
+    place = hashlib.blake2b(os.fsencode(os.path.realpath(store_path)), digest_size=8).hexdigest()
+    for top in (
+        os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"),
+        os.path.join(tempfile.gettempdir(), f"deltackpt-{os.getuid()}"),
+    ):
+        if os.path.isabs(top) and is_local(_existing_parent(top)):
+            return os.path.join(top, "deltackpt", f"{store_uuid.hex()}-{place}")
+    return None
+
+
+def _existing_parent(path: str) -> str:
+    while not os.path.isdir(path):
+        path = os.path.dirname(path)
+    return path
