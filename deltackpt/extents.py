@@ -1,12 +1,36 @@
-"""Tensors as byte runs: which bytes to save, and how each tensor looks at them."""
+"""Tensors as byte runs: which bytes to save, where they are, and how a tensor looks at them.
+
+`plan` decides once per layout (extents, views, aliases); at every capture `probe` measures the
+tensors as they are now, `Plan.fits` says whether the plan still holds, and `Plan.take` delivers
+the bytes. `rebuild` (from `views`) is the way back. Addresses are compared inside one capture only.
+"""
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from torch import Tensor
+import numpy as np
+import torch
+from deltackpt_store.manifest import ExtentSpec, TensorView
+from numpy.typing import NDArray
+from torch import Tensor, nn
 
-from deltackpt_store.manifest import TensorView
+from deltackpt import spans
+from deltackpt.buffers import BufferPool
+from deltackpt.tensors import refuse_unsupported
+from deltackpt.values import dtype_name
+from deltackpt.views import dress, rebuild
+
+__all__ = ["BufferPool", "Source", "dress", "dtype_name", "plan", "probe", "rebuild"]
+
+_ALIGN = 256  # of private copies inside one buffer
+_ADDRESSED = frozenset(("cpu", "cuda", "xpu"))  # data_ptr() orders the bytes of a device
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+
+_Facts = tuple[Any, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,33 +53,328 @@ class Source:
     owner: Tensor | None
 
 
-class BufferPool:
-    """Warm memory for private copies, reused between captures (fresh memory page-faults).
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """The tensors of one capture as measured: facts per tensor, addresses and storages."""
 
-    Thread-safe. Holds at most `keep` idle buffers per device.
+    facts: list[_Facts]
+    address: NDArray[np.int64]
+    offset: NDArray[np.int64]  # of the first element in its storage, in elements
+    storage: NDArray[np.int64]  # bytes of the storage
+
+
+def probe(paths: Sequence[str], tensors: Sequence[Tensor]) -> Probe:
+    """Measure `tensors`; `InvalidInputError` names the path of one that has no readable memory."""
+    try:
+        facts: list[_Facts] = [
+            (t.shape, t.stride(), t.dtype, t.device, t.requires_grad, type(t), t.layout,
+             t.is_conj(), t.is_neg())
+            for t in tensors
+        ]  # fmt: skip
+        address = np.array([t.data_ptr() for t in tensors], np.uint64).view(np.int64)
+        offset = np.array([t.storage_offset() for t in tensors], np.int64)
+        storage = np.array([t.untyped_storage().nbytes() for t in tensors], np.int64)
+    except Exception:
+        for path, tensor in zip(paths, tensors, strict=True):
+            refuse_unsupported(path, tensor)
+        raise
+    if any(t.device.type not in _ADDRESSED for t in tensors if t.device.type != "cpu"):
+        address = _pseudo_addresses(tensors)
+    return Probe(facts, address, offset, storage)
+
+
+def _pseudo_addresses(tensors: Sequence[Tensor]) -> NDArray[np.int64]:
+    """Stand-ins where data_ptr() is only a handle: the same order of bytes within a storage."""
+    number: dict[int, int] = {}
+    out = [
+        ((1 + number.setdefault(t.untyped_storage().data_ptr(), len(number))) << 44)
+        + t.storage_offset() * t.itemsize
+        for t in tensors
+    ]
+    return np.array(out, np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """How one extent is read: from the address of tensor `members[0]` plus `shift`, or packed."""
+
+    members: tuple[int, ...]
+    shift: int
+    dims: spans.Dims | None
+    live: bool
+
+
+class Plan:
+    """Layout of the tensors of a state; holds no tensor and no address."""
+
+    def __init__(
+        self,
+        facts: list[_Facts],
+        views: tuple[TensorView, ...],
+        specs: tuple[ExtentSpec, ...],
+        keys: list[str],
+        cuts: list[_Cut],
+        clusters: list[tuple[int, ...]],
+        relative: NDArray[np.int64],
+        need: NDArray[np.int64],
+        length: NDArray[np.int64],
+    ) -> None:
+        self.facts = facts
+        self.views = views
+        self.specs = specs
+        self._keys = keys
+        self._cuts = cuts
+        self._relative = relative  # per tensor: address minus that of its cluster
+        self._need = need  # per tensor: bytes from its first to past its last element
+        self._length = length  # per cluster
+        self._cluster_of = np.zeros(len(facts), np.int64)
+        self._first = np.array([c[0] for c in clusters], np.int64)
+        for number, cluster in enumerate(clusters):
+            self._cluster_of[list(cluster)] = number
+        self._filled = need > 0
+        devices = [facts[c[0]][3] for c in clusters]
+        self._by_device = [
+            np.array([i for i, d in enumerate(devices) if d == device], np.int64)
+            for device in dict.fromkeys(devices)
+        ]
+        self._itemsize = np.array([f[2].itemsize for f in facts], np.int64)
+        self._inline: list[int] = []
+        self._packed_inline: list[int] = []
+        for number, (spec, c) in enumerate(zip(specs, cuts, strict=True)):
+            if spec.inline and spec.nbytes:
+                plain = c.dims is None and facts[c.members[0]][3].type == "cpu"
+                (self._inline if plain else self._packed_inline).append(number)
+        self._inline_first = np.array([cuts[e].members[0] for e in self._inline], np.int64)
+        self._inline_shift = np.array([cuts[e].shift for e in self._inline], np.int64)
+        self._inline_bytes = [specs[e].nbytes for e in self._inline]
+        self._empty = [e for e, spec in enumerate(specs) if not spec.nbytes]
+        self._large = [e for e, spec in enumerate(specs) if not spec.inline]
+
+    def fits(self, measured: Probe) -> bool:
+        """Whether the plan describes these tensors too: same facts, same aliases, no others."""
+        if measured.facts != self.facts:
+            return False
+        base = (measured.address - self._relative)[self._first]
+        if not len(base):
+            return True
+        moved = measured.address - self._relative != base[self._cluster_of]
+        if (moved & self._filled).any():
+            return False
+        for clusters in self._by_device:
+            starts, lengths = base[clusters], self._length[clusters]
+            order = np.argsort(starts)
+            if (starts[order][1:] < (starts + lengths)[order][:-1]).any():
+                return False
+        return True
+
+    def check_memory(self, paths: Sequence[str], tensors: Sequence[Tensor], p: Probe) -> None:
+        """`InvalidInputError` naming the path of a tensor that its storage does not hold."""
+        begin = p.offset * self._itemsize
+        bad = self._filled & ((p.storage < begin + self._need) | (p.address == begin))
+        for i in np.flatnonzero(bad).tolist():
+            refuse_unsupported(paths[i], tensors[i])
+
+    def take(
+        self, tensors: Sequence[Tensor], measured: Probe, *, overlap: bool, pool: BufferPool
+    ) -> tuple[dict[int, bytes], dict[int, Source], list[Tensor]]:
+        """Inline bytes and sources by extent, and the pool's buffers that sources look at."""
+        at = (measured.address[self._inline_first] + self._inline_shift).tolist()
+        string_at = ctypes.string_at
+        inline: dict[int, bytes] = dict.fromkeys(self._empty, b"")
+        inline.update(zip(self._inline, map(string_at, at, self._inline_bytes), strict=True))
+        inline.update(self._gather_small(tensors, measured))
+        sources: dict[int, Source] = {}
+        copies: list[tuple[int, Tensor | None]] = []
+        for e in self._large:
+            c = self._cuts[e]
+            data = self._flat(e, tensors, measured) if c.dims is None else None
+            if data is not None and c.live and overlap:
+                sources[e] = Source(data, True, self._keys[e], tensors[c.members[0]])
+            else:
+                copies.append((e, data))
+        buffers = self._copy(copies, tensors, measured, sources, pool)
+        return inline, sources, buffers
+
+    def _flat(self, extent: int, tensors: Sequence[Tensor], measured: Probe) -> Tensor | None:
+        """The extent in place, from any member whose storage holds all of it."""
+        c, nbytes = self._cuts[extent], self.specs[extent].nbytes
+        start = int(measured.address[c.members[0]]) + c.shift
+        for i in c.members:
+            begin = int(measured.offset[i]) * int(self._itemsize[i])
+            at = start - (int(measured.address[i]) - begin)
+            if at >= 0 and at + nbytes <= int(measured.storage[i]):
+                return _bytes_of(tensors[i], at, nbytes)
+        return None
+
+    def _fill(self, extent: int, out: Tensor, tensors: Sequence[Tensor], measured: Probe) -> None:
+        """Copy the extent into `out`: packed, or pieced together from several storages."""
+        c = self._cuts[extent]
+        first = tensors[c.members[0]]
+        if c.dims is not None:
+            bits = _BITS[first.itemsize]
+            source = torch.empty(0, dtype=bits, device=first.device).set_(
+                first.untyped_storage(), first.storage_offset(),
+                tuple(n for n, _ in c.dims), tuple(s for _, s in c.dims),
+            )  # fmt: skip
+            out.view(bits).view(source.shape).copy_(source)
+            return
+        out.zero_()
+        start = int(measured.address[c.members[0]]) + c.shift
+        for i in c.members:
+            begin = int(measured.address[i])
+            own = _bytes_of(
+                tensors[i], int(measured.offset[i] * self._itemsize[i]), int(self._need[i])
+            )
+            out[begin - start : begin - start + own.numel()].copy_(own)
+
+    def _gather_small(self, tensors: Sequence[Tensor], measured: Probe) -> dict[int, bytes]:
+        """Small extents that are not plain CPU bytes: one transfer per device."""
+        parts: dict[torch.device, list[tuple[int, Tensor]]] = {}
+        for e in self._packed_inline:
+            c = self._cuts[e]
+            data = self._flat(e, tensors, measured) if c.dims is None else None
+            if data is None:
+                device = tensors[c.members[0]].device
+                data = torch.empty(self.specs[e].nbytes, dtype=torch.uint8, device=device)
+                self._fill(e, data, tensors, measured)
+            parts.setdefault(data.device, []).append((e, data))
+        out: dict[int, bytes] = {}
+        for items in parts.values():
+            joined = torch.cat([data for _, data in items]).cpu().numpy().tobytes()
+            at = 0
+            for e, data in items:
+                out[e] = joined[at : at + data.numel()]
+                at += data.numel()
+        return out
+
+    def _copy(
+        self,
+        copies: list[tuple[int, Tensor | None]],
+        tensors: Sequence[Tensor],
+        measured: Probe,
+        sources: dict[int, Source],
+        pool: BufferPool,
+    ) -> list[Tensor]:
+        """Private copies of extents, side by side in one buffer per device."""
+        places: dict[torch.device, list[tuple[int, Tensor | None, int]]] = {}
+        total: dict[torch.device, int] = {}
+        for e, data in copies:
+            device = tensors[self._cuts[e].members[0]].device
+            at = total.get(device, 0)
+            places.setdefault(device, []).append((e, data, at))
+            total[device] = at + -(-self.specs[e].nbytes // _ALIGN) * _ALIGN
+        buffers: list[Tensor] = []
+        for device, items in places.items():
+            buffer = pool.take(device, total[device])
+            buffers.append(buffer)
+            for e, data, at in items:
+                out = buffer[at : at + self.specs[e].nbytes]
+                if data is None:
+                    self._fill(e, out, tensors, measured)
+                else:
+                    out.copy_(data)
+                sources[e] = Source(out, False, self._keys[e], None)
+        return buffers
+
+
+def _bytes_of(tensor: Tensor, offset: int, nbytes: int) -> Tensor:
+    """Bytes of the tensor's storage as a flat uint8 tensor (no copy)."""
+    flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return flat.set_(tensor.untyped_storage(), offset, (nbytes,), (1,))
+
+
+def plan(
+    paths: Sequence[str],
+    slots: Sequence[int],
+    tensors: Sequence[Tensor],
+    measured: Probe,
+    *,
+    live: Sequence[bool],
+    chunk_bytes: int,
+) -> Plan:
+    """Cut `tensors` into extents. `live[i]`: tensor i may be read after the capture returned.
+
+    An extent is live when live tensors cover all of its bytes. Raises `InvalidInputError` naming
+    the path of the first tensor that cannot be represented.
     """
+    facts = measured.facts
+    for path, tensor in zip(paths, tensors, strict=True):
+        refuse_unsupported(path, tensor)
+    filled: dict[torch.device, list[int]] = {}
+    spread: dict[int, spans.Span] = {}
+    for i, (shape, stride, dtype, device, *_) in enumerate(facts):
+        if all(shape):
+            spread[i] = spans.span(int(measured.address[i]), dtype.itemsize, shape, stride)
+            filled.setdefault(device, []).append(i)
+    groups: list[spans.Group] = []
+    clusters: list[tuple[int, ...]] = []
+    for indices in filled.values():
+        here = [spread[i] for i in indices]
+        for cluster in spans.clusters(here):
+            clusters.append(tuple(indices[k] for k in cluster))
+            for group in _whole(here, spans.cut(here, cluster)):
+                members = tuple(indices[k] for k in group.members)
+                groups.append(spans.Group(members, group.start, group.end, group.dims))
+    groups += [spans.Group((i,), 0, 0, None) for i in range(len(facts)) if i not in spread]
+    groups.sort(key=lambda g: g.members[0])
+    views: dict[int, TensorView] = {}
+    specs: list[ExtentSpec] = []
+    keys: list[str] = []
+    cuts: list[_Cut] = []
+    for number, g in enumerate(groups):
+        first = g.members[0]
+        name, device, nbytes = dtype_name(facts[first][2]), facts[first][3], g.end - g.start
+        specs.append(ExtentSpec(nbytes, chunk_bytes, name))
+        keys.append(f"{paths[first]}\n{nbytes} {name} {chunk_bytes} {device}")
+        alive = [spread[i] for i in g.members if i in spread and live[i]]
+        cuts.append(
+            _Cut(
+                g.members,
+                g.start - spread[first].start if nbytes else 0,
+                g.dims,
+                bool(alive) and g.dims is None and spans.covered(alive, g.start, g.end),
+            )
+        )
+        for i in g.members:
+            offset = spread[i].start - g.start if i in spread else 0
+            views[i] = _view(slots[i], number, facts[i], offset, packed=g.dims is not None)
+    relative = np.zeros(len(facts), np.int64)
+    lengths: list[int] = []
+    for cluster in clusters:
+        start = min(spread[i].start for i in cluster)
+        lengths.append(max(spread[i].end for i in cluster) - start)
+        for i in cluster:
+            relative[i] = spread[i].start - start
+    need = [spread[i].end - spread[i].start if i in spread else 0 for i in range(len(facts))]
+    return Plan(
+        facts, tuple(views[i] for i in range(len(facts))), tuple(specs), keys, cuts, clusters,
+        relative, np.array(need, np.int64), np.array(lengths, np.int64),
+    )  # fmt: skip
 
-    def __init__(self, keep: int = 2) -> None:
-        raise NotImplementedError
+
+def _whole(here: Sequence[spans.Span], groups: list[spans.Group]) -> list[spans.Group]:
+    """`groups`, with those split up whose members do not lie at whole elements of each other."""
+    out: list[spans.Group] = []
+    for group in groups:
+        if group.dims is not None or spans.aligned(here, group):
+            out.append(group)
+        else:
+            out += [spans.cut(here, [i])[0] for i in group.members]
+    return out
 
 
-def rebuild(view: TensorView, memory: Tensor) -> Tensor:
-    """The tensor that `view` describes, looking at `memory` (no copy).
-
-    `memory` is the extent's bytes: flat contiguous uint8, any device, at a storage offset that is
-    a multiple of 16. Views of one extent built on one `memory` share its storage, as they did when
-    saved. The result is a plain tensor that requires no grad; see :func:`dress`.
-    Raises `CorruptionError` when the view reaches outside `memory`, `UnsupportedFormatError` for a
-    dtype this torch does not have.
-    """
-    raise NotImplementedError
-
-
-def dress(view: TensorView, tensor: Tensor) -> Tensor:
-    """`tensor` as an nn.Parameter or with requires_grad, as recorded in `view`."""
-    raise NotImplementedError
-
-
-def dtype_name(dtype: object) -> str:
-    """``"bfloat16"`` for torch.bfloat16: the name under which a dtype is recorded."""
-    raise NotImplementedError
+def _view(slot: int, extent: int, facts: _Facts, offset: int, *, packed: bool) -> TensorView:
+    shape, stride, dtype, device, requires_grad, kind, _, conj, neg = facts
+    return TensorView(
+        slot=slot,
+        extent=extent,
+        dtype=dtype_name(dtype),
+        shape=tuple(shape),
+        stride=spans.packed_stride(shape, stride) if packed else tuple(stride),
+        offset=0 if packed else offset,
+        conj=conj,
+        neg=neg,
+        parameter=kind is nn.Parameter,
+        requires_grad=requires_grad,
+        device=str(device),
+    )

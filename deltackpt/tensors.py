@@ -1,0 +1,81 @@
+"""Which tensors can be saved: dense memory with a plain class. Everything else is refused by key.
+
+Sparse tensors never get here: the tree takes them apart (see `tree`).
+"""
+
+from __future__ import annotations
+
+import torch
+from deltackpt_store.values import refuse
+from torch import Tensor, nn
+
+PLAIN: frozenset[type] = frozenset((Tensor, nn.Parameter))  # nn.Buffer makes plain tensors
+
+QUANTIZED = frozenset(("qint8", "quint8", "qint32", "quint4x2", "quint2x4"))
+
+
+def refuse_unsupported(path: str, tensor: Tensor) -> None:
+    """Raise `InvalidInputError` (kind "unsupported-value") unless `tensor` can be saved."""
+    problem = _problem(tensor)
+    if problem is not None:
+        raise refuse(path, *problem)
+
+
+def _problem(tensor: Tensor) -> tuple[str, str] | None:
+    """Reason and way out, or None when all is well."""
+    if type(tensor) not in PLAIN:
+        return _subclass(tensor)
+    if _wrapped(tensor):
+        return "is a tensor inside a torch.func transform", "save outside of the transform"
+    if tensor.is_nested:
+        return "is a nested tensor", "save its list of tensors (tensor.unbind())"
+    if tensor.device.type == "meta":
+        return "is a meta tensor, which has no data", "materialise it (to_empty) and load it first"
+    if tensor.layout != torch.strided:
+        return f"has the layout {tensor.layout}", "save tensor.to_dense()"
+    if tensor.is_quantized:
+        return (
+            f"is a quantized tensor ({tensor.dtype})",
+            "save tensor.int_repr() with its scale and zero point",
+        )
+    if not tensor.numel():
+        return None
+    if tensor._is_zerotensor():  # pyright: ignore  # no public spelling
+        return "is a symbolic zero, which has no data", "save tensor.clone()"
+    size, offset = tensor.itemsize, tensor.storage_offset()
+    reach = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    held = tensor.untyped_storage().nbytes()
+    if held < (offset + reach) * size:
+        return (
+            f"needs {(offset + reach) * size} bytes, but its storage was resized to {held}",
+            "save while the parameter is gathered, or leave it out of the state",
+        )
+    if tensor.data_ptr() == offset * size:
+        return "has no memory behind it", "save a real copy of it (tensor.clone())"
+    return None
+
+
+def _subclass(tensor: Tensor) -> tuple[str, str]:
+    kind = type(tensor)
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    if nn.parameter.is_lazy(tensor):
+        return "is a parameter that is not initialised yet", "run one forward pass before saving"
+    if kind.__qualname__ == "FakeTensor":
+        return "is a FakeTensor, which has no data", "save outside of FakeTensorMode"
+    if kind.__qualname__ == "DTensor":
+        return "is a DTensor", "save tensor.to_local() per rank, or tensor.full_tensor() on one"
+    if tensor.is_nested:
+        return "is a nested tensor", "save its list of tensors (tensor.unbind())"
+    if hasattr(kind, "__tensor_flatten__"):
+        return (
+            f"is the wrapper subclass {name}",
+            "save its inner tensors and metadata (__tensor_flatten__) as plain values",
+        )
+    return (
+        f"is the tensor subclass {name}",
+        "save tensor.as_subclass(torch.Tensor) if its class carries no meaning",
+    )
+
+
+def _wrapped(tensor: Tensor) -> bool:
+    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)  # pyright: ignore
