@@ -7,20 +7,16 @@ use: make a new one. Nothing here imports torch.
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import copy
 import logging
 import os
-import queue
-import socket
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from typing import Literal
 
 from deltackpt_store import protocol
+from deltackpt_store.connection import Connection
 from deltackpt_store.errors import (
     DeltackptError,
     InvalidInputError,
@@ -30,25 +26,20 @@ from deltackpt_store.errors import (
     from_wire,
 )
 from deltackpt_store.fileio import FileIO
-from deltackpt_store.launch import Running, WriterProcess, WriterThread
-from deltackpt_store.protocol import Channel, CommitRef, Committed, Ready, WriterOptions
+from deltackpt_store.protocol import CommitRef, Committed, Ready, WriterOptions
 from deltackpt_store.ring import DEFAULT_SLOT_BYTES, Ring, SlotPool
 
 _log = logging.getLogger("deltackpt.writer")
 
 Outcome = Committed | DeltackptError
 KEPT_OUTCOMES = 64
-_EXIT_SECONDS = 30.0
-_REAP_SECONDS = 5.0
 
 
 class WriterClient:
     """Starts a writer and talks to it. All methods may be called from any thread.
 
-    Threads: a sender (so that no interrupt of a caller can tear a message, and no caller waits
-    for the writer to read) and a receiver, both daemons. Buffers: what `begin`, `slot` and
-    `finish` are given is copied before they return; a slot's bytes belong to the writer from
-    `slot` on, until the ring hands the slot out again.
+    Buffers: what `begin`, `slot` and `finish` are given is copied before they return; a slot's
+    bytes belong to the writer from `slot` on, until the ring hands the slot out again.
 
     In a forked child every method raises `StateError`; the child holds no end of the channel.
     """
@@ -86,48 +77,30 @@ class WriterClient:
         self._ready: Ready | None = None
         self._error: DeltackptError | None = None
         self._closed = False
-        self._ended = False
+        self._gone = False  # the writer has ended
         self._asked = False
         self._next_save = 1
         self._layout: bytes | None = None
         self._unfinished: set[int] = set()
         self._pending: dict[int, None] = {}
         self._outcomes: dict[int, Outcome] = {}
-        self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        self._running: Running | None = None
         self._ring = Ring.create(ring_bytes, slot_bytes)
         self._pool = SlotPool(self._ring.slots)
         options = options if options is not None else WriterOptions()
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._channel = Channel(ours)
-        self._theirs: socket.socket | None = theirs
-        _clients.add(self)
         try:
-            hello = protocol.encode(
-                protocol.Hello(
-                    protocol.PROTOCOL, os.fsencode(os.path.abspath(store)), run, seed,
-                    self._ring.slots, self._ring.slot_bytes, options,
-                )
+            hello = protocol.Hello(
+                protocol.PROTOCOL, os.fsencode(os.path.abspath(store)), run, seed,
+                self._ring.slots, self._ring.slot_bytes, options,
             )  # fmt: skip
-            if mode == "process":
-                self._running = WriterProcess(theirs, self._ring, nice=options.nice)
-                theirs.close()
-            else:
-                self._running = WriterThread(theirs, self._ring, io=io)
-            self._theirs = None
+            protocol.encode(hello)  # refuses what cannot travel before anything is started
+            self._connection = Connection(
+                self._ring, mode=mode, nice=options.nice, io=io,
+                on_message=self._handle, on_end=self._end,
+            )  # fmt: skip
         except BaseException:
-            self._ended = self._closed = True
-            theirs.close()
-            self._channel.close()
             self._ring.close()
             raise
-        self._outbox.put(hello)
-        self._sender = threading.Thread(target=self._send_loop, name="deltackpt-send", daemon=True)
-        self._receiver = threading.Thread(
-            target=self._receive_loop, name="deltackpt-receive", daemon=True
-        )
-        self._sender.start()
-        self._receiver.start()
+        self._connection.post(hello)
 
     # the writer --------------------------------------------------------------------------------
 
@@ -161,8 +134,7 @@ class WriterClient:
     @property
     def writer_pid(self) -> int:
         """Process id of the writer (that of the trainer in thread mode)."""
-        assert self._running is not None
-        return self._running.pid
+        return self._connection.writer_pid
 
     # slots -------------------------------------------------------------------------------------
 
@@ -196,7 +168,7 @@ class WriterClient:
                     return slot
                 if not self._asked:
                     self._asked = True
-                    self._outbox.put(protocol.encode(protocol.NeedSlots()))
+                    self._connection.post(protocol.NeedSlots())
                 left = None if deadline is None else deadline - time.monotonic()
                 if left is not None and left <= 0:
                     raise _timeout("no staging slot became free", timeout)
@@ -244,7 +216,7 @@ class WriterClient:
                     hint="wait for one of them",
                 )  # fmt: skip
             save = self._next_save
-            frame = protocol.encode(
+            self._connection.post(
                 protocol.Begin(
                     save, step, relative, relative_commit,
                     None if layout == self._layout else layout, parent, overwrite,
@@ -254,7 +226,6 @@ class WriterClient:
             self._layout = layout
             self._pending[save] = None
             self._unfinished.add(save)
-            self._outbox.put(frame)
             return save
 
     def slot(self, save: int, slot: int, records: bytes) -> None:
@@ -267,11 +238,10 @@ class WriterClient:
         with self._condition:
             self._raise_if_unusable()
             self._check_unfinished(save)
-            frame = protocol.encode(protocol.Slot(save, slot, records))
             self._pool.send(slot)
-            self._outbox.put(frame)
+            self._connection.post(protocol.Slot(save, slot, records))
             if self._asked:  # somebody waits, and this slot may be the one to come back
-                self._outbox.put(protocol.encode(protocol.NeedSlots()))
+                self._connection.post(protocol.NeedSlots())
 
     def finish(
         self,
@@ -292,11 +262,10 @@ class WriterClient:
         with self._condition:
             self._raise_if_unusable()
             self._check_unfinished(save)
-            frame = protocol.encode(
+            self._connection.post(
                 protocol.Finish(save, objects, inline, environment, metrics or {}, counters or {})
             )
             self._unfinished.discard(save)
-            self._outbox.put(frame)
 
     def abort(self, save: int) -> None:
         """Give a begun save up; its outcome is a `StateError` of kind "aborted".
@@ -309,7 +278,7 @@ class WriterClient:
                 return
             self._unfinished.discard(save)
             if self._error is None and not self._closed:
-                self._outbox.put(protocol.encode(protocol.Abort(save)))
+                self._connection.post(protocol.Abort(save))
 
     @property
     def pending(self) -> int:
@@ -369,60 +338,27 @@ class WriterClient:
         if os.getpid() != self._pid:
             return
         with self._condition:
-            self._say_close()
+            if not self._closed:
+                self._closed = True
+                for save in sorted(self._unfinished):
+                    self._connection.post(protocol.Abort(save))
+                self._unfinished.clear()
+                self._connection.post_last(protocol.Close())
+                if self._gone:
+                    self._ring.close()
             self._condition.notify_all()
-        if threading.current_thread() is self._receiver:
-            return
-        self._receiver.join(timeout)
-        if self._receiver.is_alive():
+        if not self._connection.join(timeout):
             raise WriterError(
                 f"the writer was not done within {timeout} s ({len(self._pending)} saves in"
                 " flight); it goes on by itself",
                 kind="timeout",
             )
-        self._sender.join()
-        self._ring.close()
 
     def __enter__(self) -> WriterClient:
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-    def _say_close(self) -> None:
-        if not self._closed:
-            self._closed = True
-            for save in sorted(self._unfinished):
-                self._outbox.put(protocol.encode(protocol.Abort(save)))
-            self._unfinished.clear()
-            self._outbox.put(protocol.encode(protocol.Close()))
-            self._outbox.put(None)
-
-    def _leave(self) -> None:
-        """At interpreter exit without close: hand over what is queued; never hang."""
-        if os.getpid() != self._pid or self._ended:
-            return
-        with self._condition:
-            self._say_close()
-        self._sender.join(_EXIT_SECONDS)
-        if isinstance(self._running, WriterThread):
-            self._receiver.join(_EXIT_SECONDS)
-
-    def _after_fork_in_child(self) -> None:
-        """Close every descriptor of the channel, silently: the parent's writer must not notice."""
-        if self._ended:
-            return
-        self._ended = True
-        with contextlib.suppress(OSError):
-            self._channel.close_in_child()
-        if self._theirs is not None:
-            with contextlib.suppress(OSError):
-                os.close(self._theirs.detach())
-        with contextlib.suppress(OSError):
-            self._ring.close_fd()
-        if self._running is not None:
-            with contextlib.suppress(OSError):
-                self._running.forget()
 
     # internals ---------------------------------------------------------------------------------
 
@@ -444,28 +380,6 @@ class WriterClient:
         if save not in self._unfinished:
             raise StateError(f"save {save} is not open for staging", save=save)
 
-    def _send_loop(self) -> None:
-        while (frame := self._outbox.get()) is not None:
-            try:
-                self._channel.send(frame)
-            except OSError:
-                return  # the writer is gone: the receiver learns it from the end of its stream
-
-    def _receive_loop(self) -> None:
-        broken: DeltackptError | None = None
-        try:
-            while (message := self._channel.receive_as_trainer()) is not None:
-                self._handle(message)
-        except DeltackptError as error:
-            broken = error
-        except OSError as error:
-            broken = WriterError(f"the control channel failed: {error}")
-        assert self._running is not None
-        self._channel.shutdown_sending()
-        self._running.wait(_REAP_SECONDS)
-        self._outbox.put(None)
-        self._end(broken)
-
     def _handle(self, message: protocol.ToTrainer) -> None:
         match message:
             case protocol.Released(slots):
@@ -485,6 +399,7 @@ class WriterClient:
             case protocol.Refused(error):
                 with self._condition:
                     self._error = from_wire(error)
+                    self._condition.notify_all()
             case protocol.Notice(level, text):
                 _log.log(level, "%s", text)
 
@@ -502,23 +417,22 @@ class WriterClient:
         while len(self._outcomes) > KEPT_OUTCOMES:
             del self._outcomes[next(iter(self._outcomes))]
 
-    def _end(self, broken: DeltackptError | None) -> None:
-        assert self._running is not None
+    def _end(self, broken: WriterError | None) -> None:
         with self._condition:
-            clean = self._closed and broken is None and not self._pending
-            if self._error is None and not clean:
+            if self._error is None and (broken or self._pending or not self._closed):
                 self._error = broken or WriterError(
-                    f"the writer (process {self._running.pid}) {self._running.obituary()}",
+                    f"the writer (process {self.writer_pid}) {self._connection.obituary()}",
                     hint="the next save starts a new one; steps already committed are safe",
-                    pid=self._running.pid,
+                    pid=self.writer_pid,
                 )
             lost = list(self._pending)
             for save in lost:
                 assert self._error is not None
                 self._keep(save, copy.copy(self._error))
             self._unfinished.clear()
-            self._ended = True
-            self._channel.close()
+            self._gone = True
+            if self._closed:
+                self._ring.close()
             self._condition.notify_all()
         for save in lost:
             self._tell(save, self._outcomes[save])
@@ -537,20 +451,3 @@ def _timeout(what: str, seconds: float | None) -> StorageError:
         f"{what} within {seconds} s", kind="timeout",
         hint="the storage may be slow or stuck; raise the timeout or look at the file system",
     )  # fmt: skip
-
-
-_clients: weakref.WeakSet[WriterClient] = weakref.WeakSet()
-
-
-def _forked() -> None:
-    for client in list(_clients):
-        client._after_fork_in_child()  # pyright: ignore[reportPrivateUsage] -- same module
-
-
-def _exiting() -> None:
-    for client in list(_clients):
-        client._leave()  # pyright: ignore[reportPrivateUsage] -- same module
-
-
-os.register_at_fork(after_in_child=_forked)
-atexit.register(_exiting)

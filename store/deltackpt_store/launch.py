@@ -1,8 +1,8 @@
 """Starting the writer: as a process of its own, or as a thread for notebooks and debugging.
 
 Both run :func:`deltackpt_store.serve.serve` over the same kind of socket and ring. The process
-is a plain ``python -m deltackpt_store.writer`` in a session of its own: the user's main module is
-never imported again, and signals to the trainer's process group do not reach it.
+runs `writer` by its file name, in a session of its own: the user's main module is never imported
+again, and signals to the trainer's process group do not reach it.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import threading
 import traceback
 from typing import IO, Protocol
 
+from deltackpt_store import writer
 from deltackpt_store.errors import WriterError
 from deltackpt_store.fileio import FileIO
 from deltackpt_store.protocol import Channel
 from deltackpt_store.ring import Ring
-from deltackpt_store.writer import IGNORED_SIGNALS
 
 _DEPENDENCIES = ("msgspec", "numpy", "blake3", "xxhash", "lz4", "lmdb")
 _TAIL_BYTES = 4000
@@ -61,22 +61,21 @@ class WriterProcess:
                 hint='use writer="thread"',
             )
         self._stderr = _error_file()
-        environment, added = _environment()
         command = [sys.executable, "-P"]
         if sys.flags.no_user_site:
             command.append("-s")
-        command += ["-m", "deltackpt_store.writer", "--control-fd", str(control.fileno())]
+        command += [writer.__file__, "--control-fd", str(control.fileno())]
         command += ["--ring-fd", str(ring.fd), "--parent", str(os.getpid()), "--nice", str(nice)]
-        command += ["--path", os.pathsep.join(added)]
+        command += ["--path", os.pathsep.join(_dependency_directories())]
         # Blocked from birth, ignored as soon as the writer runs: no gap in which one could kill it.
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, writer.IGNORED_SIGNALS)
         try:
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=self._stderr if self._stderr is not None else subprocess.DEVNULL,
                 stderr=self._stderr if self._stderr is not None else subprocess.DEVNULL,
-                env=environment,
+                env=_environment(),
                 cwd="/",
                 close_fds=True,
                 pass_fds=(control.fileno(), ring.fd),
@@ -168,15 +167,26 @@ def _error_file() -> IO[bytes] | None:
         return None
 
 
-def _environment() -> tuple[dict[str, str], list[str]]:
-    """Environment of the writer, and the import directories that it adds to the usual ones.
+def _environment() -> dict[str, str]:
+    """The trainer's environment, without what would make an interpreter misbehave."""
+    environment = dict(os.environ)
+    for name in ("PYTHONINSPECT", "PYTHONWARNINGS", "PYTHONSTARTUP", "PYTHONBREAKPOINT"):
+        environment.pop(name, None)
+    inherited = environment.pop("PYTHONPATH", "")
+    paths = [os.path.abspath(path) for path in inherited.split(os.pathsep) if path]
+    if paths and not sys.flags.ignore_environment:
+        environment["PYTHONPATH"] = os.pathsep.join(paths)  # the writer runs in another directory
+    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+        environment[name] = "1"
+    return environment
 
-    The writer must import this very package even when only the trainer's ``sys.path`` leads to
-    it. The directories go through PYTHONPATH so that ``-m`` finds the package; the writer then
-    moves them to the end of its path, so that no module lying beside the package (in a project
-    directory, or a backport in site-packages) shadows the standard library.
+
+def _dependency_directories() -> list[str]:
+    """Import directories of what the writer needs, for where only ``sys.path`` leads to them.
+
+    The writer looks there last.
     """
-    added = [os.path.dirname(os.path.dirname(os.path.abspath(__file__)))]
+    directories: list[str] = []
     for name in _DEPENDENCIES:
         try:
             spec = importlib.util.find_spec(name)
@@ -184,20 +194,12 @@ def _environment() -> tuple[dict[str, str], list[str]]:
             continue
         if spec is None or spec.origin is None:
             continue
-        parent = os.path.dirname(os.path.abspath(spec.origin))
+        directory = os.path.dirname(os.path.abspath(spec.origin))
         if spec.submodule_search_locations is not None:
-            parent = os.path.dirname(parent)
-        if parent not in added:
-            added.append(parent)
-    environment = dict(os.environ)
-    for name in ("PYTHONINSPECT", "PYTHONWARNINGS", "PYTHONSTARTUP", "PYTHONBREAKPOINT"):
-        environment.pop(name, None)
-    inherited = "" if sys.flags.ignore_environment else environment.get("PYTHONPATH", "")
-    kept = [os.path.abspath(path) for path in inherited.split(os.pathsep) if path]
-    environment["PYTHONPATH"] = os.pathsep.join([*added, *kept])
-    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
-        environment[name] = "1"
-    return environment, added
+            directory = os.path.dirname(directory)
+        if directory not in directories:
+            directories.append(directory)
+    return directories
 
 
 def _signal_name(number: int) -> str:

@@ -17,6 +17,7 @@ import logging
 import os
 import socket
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -38,6 +39,7 @@ class RunLock:
     def __init__(self, fd: int, *, locked: bool) -> None:
         self._fd = fd
         self.locked = locked
+        _locks.add(self)
 
     @classmethod
     def acquire(
@@ -79,11 +81,6 @@ class RunLock:
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
-
-    def forget(self) -> None:
-        """In a forked child: close the inherited descriptor (the parent's lock stays)."""
-        with contextlib.suppress(OSError):
-            self.release()
 
 
 def _lock(fd: int, path: str) -> bool | None:
@@ -127,3 +124,16 @@ def _holder(fd: int) -> str:
         return f"process {int(found['pid'])} on {str(found['host'])[:100]!r}"
     except (OSError, ValueError, KeyError, TypeError):
         return "another process"
+
+
+_locks: weakref.WeakSet[RunLock] = weakref.WeakSet()
+
+
+def _forked() -> None:
+    """In a forked child: its copies of descriptors must not keep the parent's locks alive."""
+    for lock in list(_locks):
+        with contextlib.suppress(OSError):
+            lock.release()
+
+
+os.register_at_fork(after_in_child=_forked)

@@ -1,8 +1,11 @@
-"""The writer process: ``python -m deltackpt_store.writer --control-fd N --ring-fd M ...``.
+"""The writer process: ``python .../deltackpt_store/writer.py --control-fd N --ring-fd M ...``.
 
 Started by the trainer (see `launch`), it outlives it: signals meant for the job are ignored, and
 it ends by itself when its control channel does, after committing what was completely handed over.
-Only this module is imported before the signals are dealt with; everything heavy comes after.
+``python -m deltackpt_store.writer`` does the same where the package can be imported. Run as a
+file it needs no PYTHONPATH: it is the very package of the trainer, and no module that lies beside
+the package (in a project directory, or a backport in site-packages) shadows the standard library.
+Nothing heavy is imported before the signals are dealt with.
 """
 
 from __future__ import annotations
@@ -21,17 +24,21 @@ started and ignored from its first line on."""
 
 
 def main(arguments: list[str]) -> int:
-    """Run the writer with the given command line; returns the exit code."""
+    """Run the writer with the given command line; returns the exit code.
+
+    ``--control-fd`` and ``--ring-fd`` are inherited descriptors, ``--parent`` the trainer's
+    process id, ``--nice`` an increment, ``--path`` more import directories for dependencies.
+    """
     for number in IGNORED_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED_SIGNALS)
     options = dict(zip(arguments[::2], arguments[1::2], strict=True))
-    added = options.get("--path", "").split(os.pathsep)
-    # Behind the standard library and site-packages: what lies beside the package shadows nothing.
-    sys.path[:] = [path for path in sys.path if path not in added] + added
     nice = int(options.get("--nice", "0"))
     if nice:
         os.nice(nice)
+    sys.path += [path for path in options.get("--path", "").split(os.pathsep) if path]
+    if "deltackpt_store" not in sys.modules:
+        _adopt_package()
     from deltackpt_store.serve import serve_process
 
     serve_process(
@@ -40,6 +47,23 @@ def main(arguments: list[str]) -> int:
         parent=int(options["--parent"]),
     )
     return 0
+
+
+def _adopt_package() -> None:
+    """Make ``deltackpt_store`` the package this file lies in, wherever the import path leads."""
+    from importlib.util import module_from_spec, spec_from_file_location
+
+    directory = os.path.dirname(os.path.abspath(__file__))
+    spec = spec_from_file_location(
+        "deltackpt_store",
+        os.path.join(directory, "__init__.py"),
+        submodule_search_locations=[directory],
+    )
+    if spec is None or spec.loader is None:
+        raise ImportError(f"no package in {directory}")
+    package = module_from_spec(spec)
+    sys.modules["deltackpt_store"] = package
+    spec.loader.exec_module(package)
 
 
 if __name__ == "__main__":
