@@ -1,0 +1,146 @@
+"""Bit-exact copies into live tensors, whatever their layout.
+
+Everything here compares and moves *bits*: NaN payloads, signs of zero and odd bool bytes survive.
+Source and target must agree in dtype and shape (callers check and report); strides, device and
+dense or expanded layout of the target are kept as they are. Functions run in the calling thread
+and never build an autograd graph.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """An integer view of the same memory (complex128: with a last dimension of two)."""
+    tensor = tensor.detach()
+    if tensor.dtype == torch.complex128:
+        tensor = torch.view_as_real(tensor)
+    return tensor.view(_BITS[tensor.element_size()])
+
+
+def plain_bits(tensor: torch.Tensor) -> bool:
+    """Whether :func:`bits` shows the logical values: dense storage, no lazy conj or neg bit."""
+    return tensor.layout == torch.strided and not tensor.is_conj() and not tensor.is_neg()
+
+
+def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Equal dtype, shape and logical values, compared as bits."""
+    if left.dtype != right.dtype or left.shape != right.shape:
+        return False
+    if left.layout != torch.strided or right.layout != torch.strided:
+        return left.layout == right.layout and _same_sparse(left, right)
+    left = left.detach().resolve_conj().resolve_neg()
+    right = right.detach().resolve_conj().resolve_neg()
+    return torch.equal(bits(left), bits(right.to(left.device)))
+
+
+def _same_sparse(left: torch.Tensor, right: torch.Tensor) -> bool:
+    pairs = zip(sparse_parts(left), sparse_parts(right), strict=True)
+    return all(same_bits(a, b) for a, b in pairs)
+
+
+def sparse_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The dense tensors a sparse one consists of (not coalesced, no copy)."""
+    tensor = tensor.detach()
+    if tensor.layout == torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+
+
+def writable_layout(tensor: torch.Tensor) -> bool:
+    """Whether no two elements of a dense tensor share memory (an expanded tensor's do)."""
+    pairs = sorted(
+        (stride, size)
+        for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+        if size > 1
+    )
+    span = 0
+    for stride, size in pairs:
+        if stride <= span:
+            return False
+        span += stride * (size - 1)
+    return True
+
+
+def copy_bits(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy `source` into `target` element by element, as bits; both of one dtype and shape.
+
+    A target whose elements share memory (``expand``) is written through one representative per
+    repeated dimension; the caller has checked that the source repeats there, too.
+    """
+    with torch.no_grad():
+        if not (plain_bits(target) and plain_bits(source)):
+            target.detach().copy_(source.detach())
+            return
+        for dim, (size, stride) in enumerate(zip(target.shape, target.stride(), strict=True)):
+            if size > 1 and stride == 0:
+                target, source = target.narrow(dim, 0, 1), source.narrow(dim, 0, 1)
+        bits(target).copy_(bits(source))
+
+
+def repeats_like(target: torch.Tensor, source: torch.Tensor) -> bool:
+    """Whether `source` holds equal values wherever `target`'s elements share memory."""
+    representative = source
+    for dim, (size, stride) in enumerate(zip(target.shape, target.stride(), strict=True)):
+        if size > 1 and stride == 0:
+            target, representative = target.narrow(dim, 0, 1), representative.narrow(dim, 0, 1)
+    return writable_layout(target) and same_bits(representative.expand(source.shape), source)
+
+
+def memory_order(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...] | None:
+    """Dimensions from outermost to innermost in memory, or None when the view has gaps or overlaps.
+
+    ``tensor.permute(order)`` of a tensor with this layout is contiguous.
+    """
+    order = sorted(
+        range(len(shape)), key=lambda dim: (shape[dim] == 1, -stride[dim], -shape[dim], dim)
+    )
+    expected = 1
+    for dim in reversed(order):
+        if shape[dim] == 1:
+            continue
+        if stride[dim] != expected:
+            return None
+        expected *= shape[dim]
+    return tuple(order)
+
+
+def dense_bytes(tensor: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor | None:
+    """The memory of a dense tensor as flat uint8, when its memory order is `order`; else None."""
+    permuted = tensor.detach().permute(order)
+    if not plain_bits(permuted) or not permuted.is_contiguous():
+        return None
+    return permuted.view(-1).view(torch.uint8)
+
+
+def scatter(target: torch.Tensor, start: int, values: torch.Tensor) -> None:
+    """Write flat `values` to the elements ``start ... start + len(values)`` of `target`.
+
+    Elements are numbered in the row-major order of `target`'s shape; its strides may be anything
+    without overlap. Both hold the same (integer) dtype; `values` is contiguous, maybe elsewhere.
+    """
+    count = values.numel()
+    if not count:
+        return
+    if target.is_contiguous():
+        target.view(-1)[start : start + count].copy_(values)
+        return
+    inner = math.prod(target.shape[1:])
+    row, offset = divmod(start, inner)
+    if offset:
+        take = min(inner - offset, count)
+        scatter(target[row], offset, values[:take])
+        row, values = row + 1, values[take:]
+    rows = values.numel() // inner
+    if rows:
+        block = values[: rows * inner].view(rows, *target.shape[1:])
+        target[row : row + rows].copy_(block)
+    scatter(target[row + rows], 0, values[rows * inner :]) if values.numel() % inner else None
