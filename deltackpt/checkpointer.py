@@ -1,0 +1,460 @@
+"""The hook in the training loop: save often, go on at once, resume exactly."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import platform
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Generator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import msgspec
+import torch
+from deltackpt_store.errors import (
+    ConflictError,
+    DeltackptError,
+    InvalidInputError,
+    NotFoundError,
+    StateError,
+)
+from deltackpt_store.store import Store
+
+from ._version import __version__
+from .capture import Capture, capture
+from .events import Observer, Observers, Preempted, Skipped
+from .extents import BufferPool
+from .guard import Guard, has_optimizer
+from .lifecycle import SaveSignals
+from .options import CHUNK_BYTES, check_metrics, check_options, check_step
+from .pipeline import MAX_IN_FLIGHT, Request, SavePipeline
+from .policy import Due, DueFunction, Every, Keep, OnBusy, OnError
+from .report import Save, SaveProgress, SaveReport
+
+_log = logging.getLogger("deltackpt")
+
+
+class Checkpointer:
+    """Saves the state of a training run into a store, and puts it back.
+
+    ::
+
+        state = {"model": model, "optimizer": optimizer}
+        ckpt = deltackpt.Checkpointer("runs/store", state, every=50)
+        with ckpt:
+            last = ckpt.restore()
+            for step in range(last.step + 1 if last else 0, steps):
+                ...
+                optimizer.step()
+                ckpt.step(step)
+
+    **What `save` promises.** It returns as soon as the state is captured. The saved values are
+    those of the moment of the call. What an optimizer owns is read during the next forward and
+    backward pass and is locked until then: the optimizer's `step` waits for it by itself (a global
+    pre-hook), everything else that modifies parameters in place calls :meth:`lock` first.
+    A tensor that was modified all the same makes the save fail with `CorruptionError` (kind
+    "torn") naming it, as far as PyTorch's version counters and the bytes show it; nothing mixed is
+    ever committed then. Everything the optimizer does not own is copied before `save` returns.
+    As long as no optimizer step and no :meth:`lock` has been seen, and with ``overlap=False``,
+    `save` returns only once nothing needs to be locked any more.
+
+    **Errors.** A save that fails in the background is raised once: by the next :meth:`save`,
+    :meth:`step`, :meth:`wait` or :meth:`close`, or by the `result` of its own handle. Earlier
+    steps stay restorable and the failed step can be saved again. With ``on_error="warn"``,
+    :meth:`step` logs failures and never raises them.
+
+    **Threads.** One thread at a time calls `save`, `step`, `restore` and `close`: the training
+    thread. `lock`, `preempted`, `should_save` and the handles may be used from any thread, and
+    from signal handlers. In a forked child every call raises `StateError` (kind "forked").
+    """
+
+    def __init__(
+        self,
+        store: str | os.PathLike[str],
+        state: Mapping[Any, Any],
+        *,
+        run: str = "main",
+        every: int | Every | DueFunction | None = None,
+        keep: Keep | None = None,
+        writer: Literal["process", "thread"] = "process",
+        ring_bytes: int | None = None,
+        chunk_bytes: int = CHUNK_BYTES,
+        codec: str = "auto",
+        overlap: bool = True,
+        on_busy: OnBusy = "wait",
+        on_error: OnError = "raise",
+        durable_timeout: float = 600.0,
+        lock_timeout: float = 60.0,
+        rng: bool = True,
+        save_on: Sequence[int] = (),
+        observers: Sequence[Observer] = (),
+        threads: int | None = None,
+        final: bool = True,
+        mode: int | None = None,
+    ) -> None:
+        """Open the store (made when there is none) and check everything that can be checked.
+
+        `state` maps names to objects with `state_dict` (and `load_state_dict`), tensors, and nested
+        dicts, lists and tuples of tensors and plain values; it is read anew at every save.
+        `run`: the lineage to continue. `every`: when `step` saves, see :class:`Every`; None: never.
+        `keep`: retention after each durable step. `writer`: a process of its own, or a thread.
+        `ring_bytes`: bound of the staging memory; by default the smaller of the state's size and
+        half of the free memory. `chunk_bytes`: unit of detection and storage.
+        `overlap`: stage while training goes on. `on_busy`: what a save does while two are in
+        flight: "wait"; "skip" it; or "coalesce": take no save now, but one at the first later call
+        of `step` or `save` that finds room, of the state and under the step of *that* call.
+        `durable_timeout`: seconds a save may take from call to durable; no call blocks longer.
+        `lock_timeout`: seconds to wait for an earlier writer of this run that is still finishing.
+        `rng`: include the random number generators. `save_on`: signals after which the next `step`
+        saves. `threads`: hashing and copying threads, by default the smaller of 4 and the cores.
+        `final`: save the newest step passed to `step` at close, when it was not saved.
+        `mode`: permission bits of a new store.
+
+        Raises `InvalidInputError` naming the option, and what opening a store raises.
+        """
+        self._pid = os.getpid()
+        self._closed = True  # until everything is in place
+        options = check_options(
+            run=run, every=every, keep=keep, writer=writer, ring_bytes=ring_bytes,
+            chunk_bytes=chunk_bytes, codec=codec, overlap=overlap, on_busy=on_busy,
+            on_error=on_error, durable_timeout=durable_timeout, lock_timeout=lock_timeout,
+            rng=rng, threads=threads, final=final,
+        )  # fmt: skip
+        if not isinstance(state, Mapping) or not state:  # pyright: ignore[reportUnnecessaryIsInstance] -- users' input
+            raise InvalidInputError(
+                "state must be a mapping that is not empty, such as {'model': model}",
+                option="state",
+            )
+        self._options, self._state = options, state
+        self._observers = Observers(observers)
+        self._store = Store.create(store, mode=mode)
+        self._pipeline = SavePipeline(self._store, options, self._observers)
+        self._signals = SaveSignals(save_on)
+        self._due = Due(options.every)
+        self._pool = BufferPool()
+        self._calling = threading.Lock()
+        self._previous: Capture | None = None
+        self._environment = _environment()
+        self._guard = Guard(self._pipeline)
+        self._skipped = 0
+        self._deferred = False
+        self._newest_step: int | None = None
+        self._saved_step: int | None = None
+        self._lineage_known = False
+        self._finalizer = weakref.finalize(self, self._guard.let_go)
+        self._finalizer.atexit = False
+        self._closed = False
+
+    # saving ----------------------------------------------------------------------------------
+
+    def save(
+        self, step: int, metrics: Mapping[str, float] | None = None, *, overwrite: bool = False
+    ) -> Save:
+        """Save the state as `step`; returns once it is captured (see the class).
+
+        `step` must be larger than that of the run's newest step (the one restored, if `restore`
+        was called); with `overwrite` it may be any, and the older step of that number stays until
+        this one is durable. `metrics` are stored with the step.
+        Raises an earlier save's failure first; `ConflictError` for a step that exists already;
+        `InvalidInputError` naming the path of a value that cannot be saved; `StorageError` (kind
+        "timeout") when on_busy="wait" waited `durable_timeout` seconds.
+        """
+        with self._call():
+            self._raise_failure()
+            return self._save(step, metrics, overwrite=overwrite)
+
+    def step(self, step: int, metrics: Mapping[str, float] | None = None) -> Save | None:
+        """Tell that training step `step` is complete; saves when due. Call it once per step.
+
+        Due are: what `every` says, a signal of `save_on` that has arrived, a save that
+        on_busy="coalesce" put off. Returns the handle of a save, or None. Raises as :meth:`save`;
+        with on_error="warn", failures of saves are logged instead.
+        """
+        with self._call():
+            number = check_step(step)
+            if self._options.on_error == "raise":
+                self._raise_failure()
+                return self._step(number, metrics)
+            try:
+                failure = self._pipeline.take_error()
+                if failure is not None:
+                    _log.warning("training goes on although a save failed: %s", failure)
+                return self._step(number, metrics)
+            except StateError:
+                raise
+            except DeltackptError as error:
+                _log.warning("training goes on although step %d was not saved: %s", number, error)
+                return None
+
+    def should_save(self, step: int | None = None) -> bool:
+        """Whether a save is wanted now: a signal arrived, or `every` says so of `step`.
+
+        May be polled anywhere, for example within a long evaluation, to call :meth:`save` there.
+        Signals are a courtesy of the scheduler; what bounds the work you can lose is how often you
+        save.
+        """
+        self._check_open()
+        return self._signals.pending or (step is not None and self._due.is_due(check_step(step)))
+
+    @property
+    def preempted(self) -> bool:
+        """Whether a signal of `save_on` has ever arrived: leave the loop after the next `step`."""
+        return self._signals.received is not None
+
+    @property
+    def last(self) -> SaveReport | None:
+        """The report of the newest save of this object that is durable."""
+        return self._pipeline.last
+
+    def lock(self) -> None:
+        """Wait until saved tensors may be modified; call it before modifying them by hand.
+
+        Not needed around `step` of a `torch.optim.Optimizer`, which calls it by itself. Never
+        raises for a failed save; blocks at most `durable_timeout` seconds.
+        """
+        self._check_open()
+        self._guard.lock()
+
+    def _step(self, step: int, metrics: Mapping[str, float] | None) -> Save | None:
+        due = self._due.is_due(step)
+        self._newest_step = step
+        must = self._signals.pending
+        if due or must or self._deferred:
+            return self._save(step, metrics, must=must)
+        self._due.seen(step, started=False)
+        return None
+
+    def _save(
+        self,
+        step: int,
+        metrics: Mapping[str, float] | None,
+        *,
+        overwrite: bool = False,
+        must: bool = False,
+    ) -> Save:
+        started = time.perf_counter()
+        step, checked = check_step(step), check_metrics(metrics)
+        self._check_step_is_new(step, overwrite)
+        self._due.seen(step, started=True)
+        if self._pipeline.busy:
+            if self._options.on_busy != "wait" and not must:
+                return self._drop(step, started)
+            self._pipeline.wait_room()
+        overlap = self._options.overlap and self._guard.seen and has_optimizer(self._state)
+        captured = capture(
+            self._state,
+            chunk_bytes=self._options.chunk_bytes,
+            rng=self._options.rng,
+            live=None if overlap else _everything,
+            previous=self._previous,
+            pool=self._pool,
+        )
+        self._previous = captured
+        request = Request(
+            step=step, metrics=checked, environment=self._environment, overwrite=overwrite,
+            skipped=self._skipped,
+        )  # fmt: skip
+        progress = self._pipeline.submit(request, captured, started)
+        self._skipped, self._deferred, self._saved_step = 0, False, step
+        progress.add_stall(time.perf_counter() - started)
+        if not overlap:
+            self._pipeline.lock()
+        number = self._signals.take()
+        if number is not None:
+            _log.warning("signal %d: step %d is being saved; training may end now", number, step)
+            self._observers(Preempted(self._options.run, step, number))
+        return Save(progress)
+
+    def _drop(self, step: int, started: float) -> Save:
+        """A save that on_busy does not make; with "coalesce" a later call makes up for it."""
+        policy = self._options.on_busy
+        progress = SaveProgress(self._options.run, step, _no_delivery, started)
+        self._skipped += 1
+        if policy == "coalesce":
+            self._deferred = True
+        progress.drop(policy)
+        _log.info("step %d is not saved: %d saves are in flight", step, MAX_IN_FLIGHT)
+        self._observers(Skipped(self._options.run, step, policy))
+        return Save(progress)
+
+    def _check_step_is_new(self, step: int, overwrite: bool) -> None:
+        if overwrite:
+            return
+        flying = self._pipeline.in_flight
+        if flying:
+            newest, what = max(flying), "is being saved already"
+        else:
+            newest, what = self._lineage_step(), "is the newest of the run"
+        if newest is not None and step <= newest:
+            raise ConflictError(
+                f"step {step} cannot be saved: step {newest} {what} {self._options.run!r}"
+                if not flying
+                else f"step {step} cannot be saved: step {newest} {what}",
+                kind="step-exists",
+                hint="restore() first to continue the run, choose another run=, or pass"
+                " overwrite=True",
+                step=step,
+                newest=newest,
+                run=self._options.run,
+            )
+
+    def _lineage_step(self) -> int | None:
+        """Step of the commit that the next save continues from."""
+        if self._pipeline.lineage_step is None and not self._lineage_known:
+            with contextlib.suppress(NotFoundError):
+                self._pipeline.lineage_step = self._store.head(self._options.run).step
+            self._lineage_known = True
+        return self._pipeline.lineage_step
+
+    # waiting and closing ---------------------------------------------------------------------
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait until every save is durable; raises the first failure that nobody was told yet.
+
+        Raises `StateError` (kind "pending") after `timeout` seconds; saves go on in that case.
+        """
+        self._check_open()
+        self._wait_idle(timeout)
+        self._raise_failure()
+
+    def close(self) -> None:
+        """Save what is left to save, wait until all is durable, end the writer. Idempotent.
+
+        With `final`, the newest step passed to :meth:`step` is saved once when it was not saved:
+        it is the state *now* that is saved, so close right after the loop. Raises the first
+        failure that nobody was told yet, after everything has been released.
+        """
+        self._check_process()
+        if self._closed:
+            return
+        with self._call():
+            failure: DeltackptError | None = None
+            try:
+                self._save_final()
+                self._wait_idle(None)
+            except DeltackptError as error:
+                failure = error
+            finally:
+                self._release()
+            failure = failure or self._pipeline.take_error()
+        if failure is not None:
+            raise failure
+
+    def __enter__(self) -> Self:
+        self._check_open()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """As :meth:`close`. When an exception leaves the block, nothing new is saved, what is in
+        flight is waited for, and failures of saves are logged, so that they do not hide it."""
+        if error is None:
+            self.close()
+            return
+        if self._closed or os.getpid() != self._pid:
+            return
+        try:
+            self._wait_idle(None)
+        finally:
+            self._release()
+        failure = self._pipeline.take_error()
+        if failure is not None:
+            _log.error("a save failed, too, before the exception: %s", failure)
+
+    def _save_final(self) -> None:
+        newest = self._newest_step
+        if not self._options.final or newest is None or newest == self._saved_step:
+            return
+        failure = self._pipeline.take_error()
+        if failure is not None:
+            _log.warning("saving the last step although an earlier save failed: %s", failure)
+        try:
+            self._save(newest, None, must=True)
+        except DeltackptError as error:
+            raise (failure or error) from error
+        if failure is not None:
+            self._wait_idle(None)
+            raise failure
+
+    def _release(self) -> None:
+        self._closed = True
+        self._guard.remove()
+        self._signals.uninstall()
+        self._finalizer.detach()
+        self._pipeline.close(self._options.durable_timeout)
+        self._previous = None
+
+    def _wait_idle(self, timeout: float | None) -> None:
+        if not self._pipeline.wait_idle(timeout):
+            steps = ", ".join(map(str, self._pipeline.in_flight))
+            raise StateError(
+                f"not durable after {timeout:g} s: step {steps}",
+                kind="pending",
+                hint="the saves go on; wait again",
+            )
+
+    def _raise_failure(self) -> None:
+        failure = self._pipeline.take_error()
+        if failure is not None:
+            raise failure
+
+    # guards ----------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _call(self) -> Generator[None]:
+        self._check_open()
+        if not self._calling.acquire(blocking=False):
+            raise StateError(
+                "save, step, restore or close was called while another of them is running",
+                kind="reentrant",
+                hint="call them from one thread, and never from a signal handler: use save_on=",
+            )
+        try:
+            yield
+        finally:
+            self._calling.release()
+
+    def _check_open(self) -> None:
+        self._check_process()
+        if self._closed:
+            raise StateError("the checkpointer is closed", kind="closed")
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise StateError(
+                f"this checkpointer was opened by process {self._pid}, and this is its forked "
+                f"child {os.getpid()}",
+                kind="forked",
+                hint="save in the process that trains, or open a checkpointer of its own run here",
+            )
+
+
+def _no_delivery(progress: SaveProgress) -> None:
+    """A dropped save has no error to deliver."""
+
+
+def _everything(path: str, tensor: torch.Tensor) -> bool:
+    return True
+
+
+def _environment() -> bytes:
+    """What is recorded about where a step was made; information only."""
+    return msgspec.msgpack.encode(
+        {
+            "deltackpt": __version__,
+            "torch": str(torch.__version__),
+            "python": platform.python_version(),
+            "platform": sys.platform,
+            "machine": platform.machine(),
+            "world": 1,
+        }
+    )

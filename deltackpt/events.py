@@ -1,0 +1,118 @@
+"""What a checkpointer tells the outside: typed events for observers.
+
+An observer is any object with an ``on_event(event)`` method. Events are delivered one at a time,
+in order for each save, on whichever thread the thing happened: `Staged` on the staging thread,
+`Committed` and `Failed` of a background save on the thread that waits for the writer, `Skipped`,
+`Restored` and `Preempted` on the caller's. An observer should return quickly: it delays the
+delivery of later events, never the training thread's save (except for events of its own thread).
+What an observer raises is logged and goes no further.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Iterable
+from typing import Protocol, runtime_checkable
+
+from deltackpt_store.errors import DeltackptError, InvalidInputError
+
+from .report import SaveReport
+
+_log = logging.getLogger("deltackpt.events")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Staged:
+    """The bytes of `step` are safe from mutation; `staged_bytes` of them were copied."""
+
+    run: str
+    step: int
+    seconds: float
+    staged_bytes: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Committed:
+    """`report.step` is durable and listed: it survives power loss from here on."""
+
+    run: str
+    step: int
+    report: SaveReport
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Skipped:
+    """No save of `step` was made because others were in flight. `policy`: "skip", "coalesce"."""
+
+    run: str
+    step: int
+    policy: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Failed:
+    """The save of `step` will never exist; earlier steps are untouched."""
+
+    run: str
+    step: int
+    error: DeltackptError
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Restored:
+    """`step` of `run` was put into the live objects."""
+
+    run: str
+    step: int
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Preempted:
+    """A signal of `save_on` was noticed and `step` is being saved because of it."""
+
+    run: str
+    step: int
+    signal: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Compacted:
+    """Retention or compaction changed which steps of `run` are listed after `step`."""
+
+    run: str
+    step: int
+    removed: tuple[int, ...]
+
+
+Event = Staged | Committed | Skipped | Failed | Restored | Preempted | Compacted
+
+
+@runtime_checkable
+class Observer(Protocol):
+    """Whoever wants to know. Called on several threads, see the module's text."""
+
+    def on_event(self, event: Event, /) -> None: ...
+
+
+class Observers:
+    """The observers of one checkpointer; calling it delivers an event to each of them."""
+
+    def __init__(self, observers: Iterable[Observer]) -> None:
+        self._observers = tuple(observers)
+        for observer in self._observers:
+            if not callable(getattr(observer, "on_event", None)):
+                raise InvalidInputError(
+                    f"observers: {type(observer).__name__} has no method on_event(event)",
+                    option="observers",
+                )
+
+    def __call__(self, event: Event) -> None:
+        for observer in self._observers:
+            try:
+                observer.on_event(event)
+            except Exception:
+                _log.exception(
+                    "observer %s failed on %s", type(observer).__name__, type(event).__name__
+                )

@@ -1,0 +1,152 @@
+"""Signals, interpreter exit and fork: what happens to saves when the process has other plans.
+
+- A signal of `save_on` only sets a flag. The save happens in the training thread, at the next
+  `step`, where no lock is held and no tensor is half updated.
+- At interpreter exit open pipelines get a bounded time to finish what was started; a save that
+  does not make it is cleanly absent, because a step exists only once its commit record does.
+- In a forked child nothing of the parent's is touched: signal handlers are put back, exit hooks
+  do nothing, and every call of a checkpointer is refused by process id.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import signal
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+from types import FrameType
+from typing import Any, Protocol
+
+from deltackpt_store.errors import InvalidInputError, StateError
+
+_log = logging.getLogger("deltackpt.lifecycle")
+
+Handler = Callable[[int, FrameType | None], Any] | int | None
+
+
+class Finishable(Protocol):
+    """What is asked to finish at interpreter exit; must not raise and must not hang."""
+
+    def finish_at_exit(self) -> None: ...
+
+
+_open: set[Finishable] = set()
+_signals: weakref.WeakSet[SaveSignals] = weakref.WeakSet()
+
+
+def register(pipeline: Finishable) -> None:
+    """Have `pipeline` finished at interpreter exit, unless unregistered before."""
+    _open.add(pipeline)
+
+
+def unregister(pipeline: Finishable) -> None:
+    _open.discard(pipeline)
+
+
+class SaveSignals:
+    """The flag that the signals of `save_on` set, and the handlers that set it.
+
+    Installed in the main thread only (Python delivers signals there). A handler that was there
+    before is called right after the flag is set, if it is a Python function; for Ctrl-C Python's
+    own handler (KeyboardInterrupt) is called from the second time on. A default action, which for
+    SIGTERM is to end the process, does not happen while the handlers are installed.
+    """
+
+    def __init__(self, signals: Iterable[Any]) -> None:
+        self.received: int | None = None
+        """Number of the last signal that arrived, for good."""
+        self._pending = False
+        self._pid = os.getpid()
+        self._previous: dict[int, Handler] = {}
+        self._install(_check_signals(signals))
+        _signals.add(self)
+
+    @property
+    def pending(self) -> bool:
+        """A signal arrived and no save has been started because of it."""
+        return self._pending
+
+    def take(self) -> int | None:
+        """The pending signal's number, once: the caller saves because of it."""
+        if not self._pending:
+            return None
+        self._pending = False
+        return self.received
+
+    def uninstall(self) -> None:
+        """Put the earlier handlers back, where nobody has put another one since."""
+        for number, previous in self._previous.items():
+            if signal.getsignal(number) == self._handle:
+                with contextlib.suppress(ValueError):  # not in the main thread: leave it, harmless
+                    signal.signal(number, signal.SIG_DFL if previous is None else previous)
+        self._previous.clear()
+
+    def _install(self, numbers: tuple[int, ...]) -> None:
+        if not numbers:
+            return
+        if threading.current_thread() is not threading.main_thread():
+            raise StateError(
+                "signal handlers can only be installed in the main thread",
+                kind="not-main-thread",
+                hint="make the checkpointer there, or use save_on=() and call save() yourself",
+                option="save_on",
+            )
+        for number in numbers:
+            try:
+                self._previous[number] = signal.signal(number, self._handle)
+            except (OSError, ValueError) as error:
+                self.uninstall()
+                raise InvalidInputError(
+                    f"save_on: no handler can be installed for signal {number}: {error}",
+                    option="save_on",
+                ) from error
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        previous = self._previous.get(number)
+        if os.getpid() != self._pid:  # a child that forked before its hooks could run
+            signal.signal(number, signal.SIG_DFL if previous is None else previous)
+            os.kill(os.getpid(), number)
+            return
+        repeated = self.received == number
+        self.received = number
+        self._pending = True
+        if callable(previous) and (previous is not signal.default_int_handler or repeated):
+            previous(number, frame)
+
+
+def _check_signals(signals: Any) -> tuple[int, ...]:
+    try:
+        numbers = tuple(int(number) for number in signals)
+    except (TypeError, ValueError) as error:
+        raise InvalidInputError(
+            f"save_on must be a sequence of signal numbers, got {signals!r}",
+            hint="for example save_on=(signal.SIGTERM,)",
+            option="save_on",
+        ) from error
+    known = signal.valid_signals()
+    for number in numbers:
+        if number not in known:
+            raise InvalidInputError(f"save_on: {number} is no signal", option="save_on")
+    return numbers
+
+
+def _at_exit() -> None:
+    for pipeline in list(_open):
+        try:
+            pipeline.finish_at_exit()
+        except Exception:
+            _log.exception("a checkpointer could not be finished at exit")
+
+
+def _in_forked_child() -> None:
+    _open.clear()
+    for signals in list(_signals):
+        signals.uninstall()
+
+
+atexit.register(_at_exit)
+os.register_at_fork(after_in_child=_in_forked_child)

@@ -1,0 +1,143 @@
+"""The options of a checkpointer, checked when it is made: each error names its option."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from typing import Any, Literal, cast
+
+from deltackpt_store.errors import InvalidInputError
+from deltackpt_store.names import check_name
+
+from .policy import DueFunction, Every, Keep, OnBusy, OnError, check_every, is_count, is_number
+
+CHUNK_BYTES = 256 * 1024
+MIN_CHUNK_BYTES = 1024
+MAX_CHUNK_BYTES = 16 * 1024 * 1024
+SLOT_BYTES = 4 * 1024 * 1024
+CODECS = ("auto", "fast", "small", "none")
+
+_PAGE = 4096
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """All options but store and state; the meaning of each is told by `Checkpointer`."""
+
+    run: str = "main"
+    every: Every | DueFunction | None = None
+    keep: Keep | None = None
+    writer: Literal["process", "thread"] = "process"
+    ring_bytes: int | None = None
+    chunk_bytes: int = CHUNK_BYTES
+    codec: str = "auto"
+    overlap: bool = True
+    on_busy: OnBusy = "wait"
+    on_error: OnError = "raise"
+    durable_timeout: float = 600.0
+    lock_timeout: float = 60.0
+    rng: bool = True
+    threads: int = 2
+    final: bool = True
+
+    def slot_bytes(self, ring_bytes: int) -> int:
+        """Size of a slot in a ring of `ring_bytes`: at least a chunk, a quarter of a small ring."""
+        quarter = ring_bytes // 4 // _PAGE * _PAGE
+        chunk = -(-self.chunk_bytes // _PAGE) * _PAGE
+        return max(chunk, min(SLOT_BYTES, quarter))
+
+
+def check_options(
+    *,
+    run: Any, every: Any, keep: Any, writer: Any, ring_bytes: Any, chunk_bytes: Any, codec: Any,
+    overlap: Any, on_busy: Any, on_error: Any, durable_timeout: Any, lock_timeout: Any, rng: Any,
+    threads: Any, final: Any,
+) -> Options:  # fmt: skip
+    """Make :class:`Options` of what a user wrote; `InvalidInputError` names the option."""
+    if keep is not None and not isinstance(keep, Keep):
+        raise InvalidInputError(
+            f"keep must be Keep(...) or None, got {keep!r}",
+            option="keep",
+            hint="for example keep=Keep(last=5)",
+        )
+    _choice("writer", writer, ("process", "thread"))
+    _choice("codec", codec, CODECS)
+    _choice("on_busy", on_busy, ("wait", "skip", "coalesce"))
+    _choice("on_error", on_error, ("raise", "warn"))
+    for name, value in (("overlap", overlap), ("rng", rng), ("final", final)):
+        _choice(name, value, (True, False))
+    _check_chunk_bytes(chunk_bytes)
+    if ring_bytes is not None:
+        _whole("ring_bytes", ring_bytes, chunk_bytes, 1 << 50)
+    for name, value in (("durable_timeout", durable_timeout), ("lock_timeout", lock_timeout)):
+        if not is_number(value) or value < 0 or (name == "durable_timeout" and value == 0):
+            raise InvalidInputError(
+                f"{name} must be a number of seconds, got {value!r}", option=name
+            )
+    if threads is None:
+        threads = min(4, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity")
+                      else os.cpu_count() or 1)  # fmt: skip
+    _whole("threads", threads, 1, 256)
+    return Options(
+        run=check_name(run, "run"), every=check_every(every), keep=keep, writer=writer,
+        ring_bytes=ring_bytes, chunk_bytes=chunk_bytes, codec=codec, overlap=overlap,
+        on_busy=on_busy, on_error=on_error, durable_timeout=float(durable_timeout),
+        lock_timeout=float(lock_timeout), rng=rng, threads=threads, final=final,
+    )  # fmt: skip
+
+
+def check_step(step: Any) -> int:
+    """`step` as an int of 0 or more that fits 63 bits; numpy integers are taken, bools are not."""
+    if not isinstance(step, (bool, float)) and hasattr(step, "__index__"):
+        number = step.__index__()
+        if 0 <= number < 1 << 63:
+            return int(number)
+    raise InvalidInputError(
+        f"step must be a whole number of 0 or more, got {step!r}", option="step"
+    )
+
+
+def check_metrics(metrics: Any) -> dict[str, float]:
+    """Metrics as plain floats by name; a value that is no number is refused by its name."""
+    if metrics is None:
+        return {}
+    if not isinstance(metrics, Mapping):
+        raise InvalidInputError(f"metrics must be a mapping, got {metrics!r}", option="metrics")
+    checked: dict[str, float] = {}
+    for name, value in cast("Mapping[Any, Any]", metrics).items():
+        if not isinstance(name, str):
+            raise InvalidInputError(f"metrics: the name {name!r} is no str", option="metrics")
+        try:
+            checked[name] = float(value)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise InvalidInputError(
+                f"metrics: {name!r} is no number: {type(value).__name__}",
+                option="metrics",
+                hint="pass tensor.item() of tensors with one element",
+            ) from error
+    return checked
+
+
+def _choice(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
+    if not any(value is one or (isinstance(one, str) and value == one) for one in allowed):
+        choices = ", ".join(repr(one) for one in allowed)
+        raise InvalidInputError(f"{name} must be one of {choices}, got {value!r}", option=name)
+
+
+def _whole(name: str, value: Any, least: int, most: int) -> None:
+    if not is_count(value) or not least <= value <= most:
+        raise InvalidInputError(
+            f"{name} must be a whole number from {least} to {most}, got {value!r}", option=name
+        )
+
+
+def _check_chunk_bytes(value: Any) -> None:
+    right = is_count(value) and MIN_CHUNK_BYTES <= value <= MAX_CHUNK_BYTES
+    if not right or value % MIN_CHUNK_BYTES:
+        raise InvalidInputError(
+            f"chunk_bytes must be a multiple of {MIN_CHUNK_BYTES} from {MIN_CHUNK_BYTES} to "
+            f"{MAX_CHUNK_BYTES}, got {value!r}",
+            hint="the default of 256 KiB suits most states; 16 KiB suits sparse embeddings",
+            option="chunk_bytes",
+        )

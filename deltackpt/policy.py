@@ -1,0 +1,142 @@
+"""When to save, what to keep, and what to do when a save comes while others are in flight.
+
+Plain values and the bookkeeping of "is this step due": nothing here touches tensors, threads or
+files. Every value is checked when it is made, so that a wrong option is an error where it is
+written down and not at the first save.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import time
+from collections.abc import Callable
+from typing import Any, Literal, cast
+
+from deltackpt_store.errors import InvalidInputError
+
+OnBusy = Literal["wait", "skip", "coalesce"]
+OnError = Literal["raise", "warn"]
+DueFunction = Callable[[int], bool]
+
+
+def is_count(value: Any) -> bool:
+    """True for a real integer: a bool is none."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_number(value: Any) -> bool:
+    """True for a finite int or float that is no bool."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value - value == 0
+
+
+def _positive(option: str, value: Any, *, whole: bool) -> None:
+    if value is None:
+        return
+    right = (is_count(value) if whole else is_number(value)) and value > 0
+    if not right:
+        kind = "a whole number of at least 1" if whole else "a positive number"
+        raise InvalidInputError(f"{option} must be {kind} or None, got {value!r}", option=option)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Every:
+    """Save every so many steps, every so many seconds, or whichever of both comes first.
+
+    `steps=n`: at the multiples of n, also when the loop steps over one (a call at 51 after one at
+    48 is due for ``steps=50``). `seconds`: when the last save was started at least that long ago,
+    measured by a monotonic clock from the opening of the checkpointer.
+    """
+
+    steps: int | None = None
+    seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        _positive("every.steps", self.steps, whole=True)
+        _positive("every.seconds", self.seconds, whole=False)
+        if self.steps is None and self.seconds is None:
+            raise InvalidInputError("Every needs steps= or seconds=", option="every")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Keep:
+    """Which durable steps of a run retention keeps; a step stays when any rule keeps it.
+
+    `last`: the newest so many. `every`: steps that are multiples of it. `best`: the name of a
+    metric, or (name, "min" | "max"), whose best step stays ("min" when not said). `within`:
+    steps committed less than so many seconds ago. ``Keep()`` without a rule keeps everything.
+    The newest step is never removed, whatever the rules say, and neither is a pinned one.
+    """
+
+    last: int | None = None
+    every: int | None = None
+    best: str | tuple[str, Literal["min", "max"]] | None = None
+    within: float | None = None
+
+    def __post_init__(self) -> None:
+        _positive("keep.last", self.last, whole=True)
+        _positive("keep.every", self.every, whole=True)
+        _positive("keep.within", self.within, whole=False)
+        best: Any = self.best
+        if best is None or (isinstance(best, str) and best):
+            return
+        parts: tuple[Any, ...] = cast("tuple[Any, ...]", best) if isinstance(best, tuple) else ()
+        named = len(parts) == 2 and isinstance(parts[0], str) and bool(parts[0])
+        if not (named and parts[1] in ("min", "max")):
+            raise InvalidInputError(
+                f'keep.best must be a metric name or (name, "min" | "max"), got {best!r}',
+                option="keep.best",
+            )
+
+
+def check_every(value: Any) -> Every | DueFunction | None:
+    """Normalise the option `every`: an int becomes :class:`Every`; `InvalidInputError` if unusable.
+
+    A callable is taken as ``due(step) -> bool``.
+    """
+    if value is None or isinstance(value, Every):
+        return value
+    if is_count(value):
+        if value < 1:
+            raise InvalidInputError(
+                f"every must be at least 1 step, got {value}",
+                option="every",
+                hint="leave every=None and call save() yourself to save by hand",
+            )
+        return Every(steps=value)
+    if callable(value) and not inspect.isclass(value):
+        return cast(DueFunction, value)
+    raise InvalidInputError(
+        f"every must be an int, Every(...), a callable or None, got {value!r}", option="every"
+    )
+
+
+class Due:
+    """Answers "is this step due?" for one checkpointer. Used by the training thread alone."""
+
+    def __init__(self, every: Every | DueFunction | None) -> None:
+        self._every = every
+        self._previous: int | None = None
+        self._started = time.monotonic()
+
+    def is_due(self, step: int) -> bool:
+        """Whether the policy wants `step` saved. Changes nothing."""
+        every = self._every
+        if every is None:
+            return False
+        if not isinstance(every, Every):
+            return bool(every(step))
+        if every.steps is not None:
+            previous = self._previous
+            if previous is None or previous >= step:
+                if step % every.steps == 0:
+                    return True
+            elif step // every.steps > previous // every.steps:
+                return True
+        return every.seconds is not None and time.monotonic() - self._started >= every.seconds
+
+    def seen(self, step: int, *, started: bool) -> None:
+        """`step` went by (passed to `step()`, saved or restored); `started`: a save of it began."""
+        self._previous = step
+        if started:
+            self._started = time.monotonic()

@@ -1,0 +1,246 @@
+"""The handle of one save and the figures of what it did.
+
+:class:`Save` is what the training loop gets back at once; :class:`SaveReport` is what it asks the
+handle for when it wants to know. :class:`SaveProgress` is their shared, locked inside, moved along
+by the pipeline: accepted -> unlocked (live tensors may change again) -> staged (every byte is in
+the staging ring) -> done (durable, failed or dropped).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from deltackpt_store.errors import DeltackptError, StateError
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SaveReport:
+    """What one durable save did. Times in seconds, sizes in bytes."""
+
+    step: int
+    run: str
+    commit: int
+    """Number of the commit within the run."""
+    root: str
+    """Merkle root of the step, in hex: equal roots mean bit-identical states."""
+    stall_seconds: float
+    """How long the training thread was blocked: inside `save` and waiting at the lock."""
+    staged_seconds: float
+    """From the call of `save` until every byte was safe from mutation."""
+    durable_seconds: float
+    """From the call of `save` until the step survives power loss."""
+    state_bytes: int
+    """Size of the whole state, tied and viewed memory counted once."""
+    changed_bytes: int
+    """Bytes of chunks that differ from the step this save was compared with."""
+    staged_bytes: int
+    """Bytes copied into the staging ring."""
+    written_bytes: int
+    """Encoded bytes of new chunks; manifest and commit record add a few KiB more."""
+    chunks: int
+    changed_chunks: int
+    dedup_hits: int
+    """Staged chunks that the store already held."""
+    codecs: dict[str, int]
+    """Stored chunks by codec name."""
+    skipped: int
+    """Saves dropped because others were in flight, since the save before this one."""
+    ring_bytes: int
+    """Memory of the staging ring in use so far by this run's saves."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The figures as plain values, for logs and JSON."""
+        return dataclasses.asdict(self)
+
+
+class SaveProgress:
+    """Where one accepted save is. All methods may be called from any thread.
+
+    `deliver` is called (without the lock) when a caller of :meth:`Save.result` is handed this
+    save's error, so that it is not reported a second time.
+    """
+
+    def __init__(
+        self, run: str, step: int, deliver: Callable[[SaveProgress], None], started: float
+    ) -> None:
+        self.run = run
+        self.step = step
+        self.started = started
+        """``time.perf_counter()`` at the call of `save`."""
+        self.staged_seconds = 0.0
+        self.error: DeltackptError | None = None
+        self.dropped: str | None = None
+        self.report: SaveReport | None = None
+        self._deliver = deliver
+        self._stall = 0.0
+        self._lock = threading.Lock()
+        self._unlocked = threading.Event()
+        self._staged = threading.Event()
+        self._done = threading.Event()
+
+    # the training thread -------------------------------------------------------------------
+
+    def add_stall(self, seconds: float) -> None:
+        with self._lock:
+            self._stall += seconds
+
+    @property
+    def stall(self) -> float:
+        with self._lock:
+            return self._stall
+
+    # the pipeline --------------------------------------------------------------------------
+
+    def mark_unlocked(self) -> None:
+        """No live tensor of this save will be read any more."""
+        self._unlocked.set()
+
+    def mark_staged(self) -> None:
+        """Every byte is in the ring; the time since the call of `save` is recorded."""
+        self.staged_seconds = time.perf_counter() - self.started
+        self._unlocked.set()
+        self._staged.set()
+
+    def fail(self, error: DeltackptError) -> bool:
+        """End as failed; False when the save had ended before (the first end counts)."""
+        with self._lock:
+            if self._done.is_set():
+                return False
+            self.error = error
+            self._finish()
+            return True
+
+    def drop(self, why: str) -> None:
+        """End as never made, by policy `why`."""
+        with self._lock:
+            self.dropped = why
+            self._finish()
+
+    def commit(self, report: SaveReport) -> bool:
+        """End as durable; False when the save had been given up before."""
+        with self._lock:
+            if self._done.is_set():
+                return False
+            self.report = report
+            self._finish()
+            return True
+
+    def _finish(self) -> None:
+        self._unlocked.set()
+        self._staged.set()
+        self._done.set()
+
+    # waiting -------------------------------------------------------------------------------
+
+    @property
+    def is_unlocked(self) -> bool:
+        return self._unlocked.is_set()
+
+    @property
+    def is_staged(self) -> bool:
+        return self._staged.is_set()
+
+    @property
+    def is_done(self) -> bool:
+        return self._done.is_set()
+
+    def wait_unlocked(self, timeout: float | None) -> bool:
+        return self._unlocked.wait(timeout)
+
+    def wait_staged(self, timeout: float | None) -> bool:
+        return self._staged.wait(timeout)
+
+    def wait_done(self, timeout: float | None) -> bool:
+        return self._done.wait(timeout)
+
+    def raise_error(self) -> None:
+        """Raise what ended this save, if it did not end durable; marks the error as delivered."""
+        if self.dropped is not None:
+            raise StateError(
+                f"step {self.step} was not saved: other saves were in flight and "
+                f'on_busy="{self.dropped}"',
+                kind="skipped",
+                hint="check Save.skipped first",
+                step=self.step,
+            )
+        if self.error is not None:
+            self._deliver(self)
+            raise self.error
+
+
+class Save:
+    """Handle of one save; returned before anything is durable. Safe to use from any thread.
+
+    Not keeping it is fine: a failure is raised by the checkpointer's next `save`, `step`, `wait`
+    or `close` unless :meth:`result` or :meth:`staged` of this handle has raised it before.
+    """
+
+    __slots__ = ("_progress",)
+
+    def __init__(self, progress: SaveProgress) -> None:
+        self._progress = progress
+
+    @property
+    def step(self) -> int:
+        return self._progress.step
+
+    @property
+    def run(self) -> str:
+        return self._progress.run
+
+    @property
+    def skipped(self) -> str | None:
+        """The `on_busy` policy that dropped this save, or None."""
+        return self._progress.dropped
+
+    def done(self) -> bool:
+        """Whether the save has ended: durable, failed or skipped. Never blocks."""
+        return self._progress.is_done
+
+    def staged(self, timeout: float | None = None) -> None:
+        """Wait until the saved tensors may be modified by any means.
+
+        Raises this save's error when it failed, and `StateError` (kind "pending") when `timeout`
+        seconds went by.
+        """
+        self._wait(self._progress.wait_staged, timeout, "staged")
+        if self._progress.is_done:
+            self._progress.raise_error()
+
+    def result(self, timeout: float | None = None) -> SaveReport:
+        """Wait until the step is durable and return its figures.
+
+        Raises this save's error when it failed, `StateError` (kind "skipped") when it was dropped
+        by `on_busy`, and `StateError` (kind "pending") when `timeout` seconds went by; the save
+        itself goes on in that case.
+        """
+        self._wait(self._progress.wait_done, timeout, "durable")
+        self._progress.raise_error()
+        report = self._progress.report
+        assert report is not None
+        return report
+
+    def _wait(self, wait: Callable[[float | None], bool], timeout: float | None, what: str) -> None:
+        if not wait(timeout):
+            raise StateError(
+                f"step {self.step} is not {what} after {timeout:g} s",
+                kind="pending",
+                hint="the save goes on; ask again",
+                step=self.step,
+            )
+
+    def __repr__(self) -> str:
+        progress = self._progress
+        if progress.dropped is not None:
+            status = f"skipped by {progress.dropped}"
+        elif progress.error is not None:
+            status = f"failed: {progress.error.message}"
+        elif progress.report is not None:
+            status = f"durable as commit {progress.report.commit}"
+        else:
+            status = "staged" if progress.is_staged else "in flight"
+        return f"<Save of {self.run}@{self.step}: {status}>"

@@ -1,0 +1,316 @@
+"""Staging: from training memory into the ring that the writer reads, changed chunks only.
+
+Per save the stager hashes every chunk, compares it with the change table of an earlier save and
+copies the differing ones into leased slots of the ring; a slot is sent as soon as it is full. The
+hash is taken over the source, then the bytes are copied, and the writer hashes the copy again: a
+source that moved in between gives a save that fails, never one that is committed.
+
+A stager for device memory is another class with the same three methods.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Protocol
+
+import numpy as np
+import torch
+from deltackpt_store.errors import CorruptionError, StateError
+from deltackpt_store.manifest import Layout
+from deltackpt_store.protocol import ExtentKey
+
+from .detect import (
+    GIL_FREE_BYTES,
+    HASH_BYTES,
+    ChangeTable,
+    LayoutPlan,
+    Unit,
+    Workers,
+    change_hash,
+    memory,
+)
+from .extents import Source
+
+RECORD = struct.Struct("<IIII16s")
+"""One staged chunk as the writer expects it: extent, chunk, offset, length, change hash."""
+
+_SMALL_ALIGN = 64
+_PAGE = 4096
+
+
+class Ring(Protocol):
+    """What staging needs of the writer client. Safe to use from several threads."""
+
+    @property
+    def slot_bytes(self) -> int: ...
+
+    def acquire_slot(self, timeout: float | None) -> int:
+        """Lease a slot, waiting for one; raises when there is none in time or ever."""
+        ...
+
+    def view(self, slot: int) -> memoryview: ...
+
+    def slot(self, save: int, slot: int, records: bytes) -> None:
+        """Hand a filled slot to the writer."""
+        ...
+
+    def release_slot(self, slot: int) -> None:
+        """Return a leased slot unused."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One save to stage. `versions` are those of live owners at the call of `save`."""
+
+    save: int
+    layout: Layout
+    sources: Mapping[int, Source]
+    table: ChangeTable
+    versions: Mapping[int, int]
+    deadline: float
+    """``time.monotonic()`` after which waiting for a slot is given up."""
+    unlock: Callable[[], None]
+    """Called once, on any thread, when no live memory will be read any more."""
+    cancelled: Callable[[], bool]
+    """Whether the save has been given up and staging may end early."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Staging:
+    """What a stager did: the new change table, and how much was changed and copied."""
+
+    table: dict[ExtentKey, bytes | bytearray]
+    chunks: int
+    changed_chunks: int
+    changed_bytes: int
+    staged_bytes: int
+
+
+class Stager(Protocol):
+    """Turns sources into staged chunks. Used by one staging thread."""
+
+    def stage(self, job: Job, ring: Ring) -> Staging:
+        """Stage one save; on return every byte is in the ring and every slot is sent.
+
+        Raises `CorruptionError` (kind "torn") when a live tensor was modified meanwhile, and
+        whatever the ring raises. After an error all unsent slots have been given back.
+        """
+        ...
+
+    def hash_all(
+        self, layout: Layout, sources: Mapping[int, Source]
+    ) -> Iterator[tuple[ExtentKey, int, bytes, memoryview]]:
+        """(extent key, chunk index, change hash, private copy of the bytes) of every chunk."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def copy_bytes(target: memoryview, source: memoryview) -> None:
+    """Copy equally long buffers; above 64 KiB without the GIL."""
+    if len(source) < GIL_FREE_BYTES:
+        target[:] = source
+    else:
+        np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
+
+
+def _host_bytes(source: Source, start: int, end: int) -> tuple[torch.Tensor, memoryview]:
+    """Bytes ``start ... end`` (at most) of a source, and the tensor that keeps them alive.
+
+    Device memory is copied to the host first: right, but slower than a stager that detects there.
+    """
+    data = source.data[start:end]
+    if data.device.type != "cpu":
+        data = data.cpu()
+    return data, memory(data)
+
+
+def version_of(owner: torch.Tensor | None) -> int | None:
+    """The autograd version counter; None where there is none (inference tensors)."""
+    if owner is None or owner.is_inference():
+        return None
+    return owner._version
+
+
+class Packer:
+    """Fills slots for one thread. Chunks are packed: big ones page-aligned, small ones to 64."""
+
+    def __init__(self, job: Job, ring: Ring) -> None:
+        self._job, self._ring = job, ring
+        self._slot: int | None = None
+        self._view = memoryview(b"")
+        self._used = 0
+        self._records: list[bytes] = []
+        self.chunks = 0
+        self.nbytes = 0
+
+    def add(self, extent: int, chunk: int, data: memoryview, digest: bytes) -> None:
+        size = len(data)
+        align = _PAGE if size >= GIL_FREE_BYTES else _SMALL_ALIGN
+        offset = -(-self._used // align) * align
+        if self._slot is None or offset + size > len(self._view):
+            self.flush()
+            self._slot = self._ring.acquire_slot(self._job.deadline - time.monotonic())
+            self._view = self._ring.view(self._slot)
+            offset = 0
+        copy_bytes(self._view[offset : offset + size], data)
+        self._records.append(RECORD.pack(extent, chunk, offset, size, digest))
+        self._used = offset + size
+        self.chunks += 1
+        self.nbytes += size
+
+    def flush(self) -> None:
+        """Send the slot in hand, if there is one."""
+        if self._slot is not None:
+            slot, records = self._slot, b"".join(self._records)
+            self._forget()
+            self._ring.slot(self._job.save, slot, records)
+
+    def abandon(self) -> None:
+        """Give the slot in hand back unsent."""
+        if self._slot is not None:
+            slot = self._slot
+            self._forget()
+            self._ring.release_slot(slot)
+
+    def _forget(self) -> None:
+        self._slot, self._view, self._used = None, memoryview(b""), 0
+        self._records.clear()
+
+
+class HostStager:
+    """The stager for host memory: `threads` threads hash and copy side by side."""
+
+    def __init__(self, *, seed: int, threads: int) -> None:
+        self._seed = seed
+        self._workers = Workers(threads)
+        self._plan: LayoutPlan | None = None
+
+    def stage(self, job: Job, ring: Ring) -> Staging:
+        plan = self._plan_for(job.layout, job.sources)
+        run = _Run(job, plan, self._seed, ring)
+        if not plan.live:
+            run.live_is_done()
+        self._workers.run(run.work, plan.live + plan.private)
+        return Staging(
+            table=run.finished_table(), chunks=plan.chunks, changed_chunks=run.changed_chunks,
+            changed_bytes=run.changed_bytes, staged_bytes=run.changed_bytes,
+        )  # fmt: skip
+
+    def hash_all(
+        self, layout: Layout, sources: Mapping[int, Source]
+    ) -> Iterator[tuple[ExtentKey, int, bytes, memoryview]]:
+        plan = self._plan_for(layout, sources)
+        scratch = bytearray(max((spec.chunk_bytes for spec in layout.extents), default=0))
+        room = memoryview(scratch)
+        for unit in plan.live + plan.private:
+            for extent, first, last in unit:
+                spec = layout.extents[extent]
+                start = first * spec.chunk_bytes
+                held, data = _host_bytes(sources[extent], start, last * spec.chunk_bytes)
+                for index in range(first, last):
+                    at = index * spec.chunk_bytes - start
+                    copy = room[: spec.chunk_length(index)]
+                    copy_bytes(copy, data[at : at + len(copy)])
+                    yield plan.keys[extent], index, change_hash(copy, self._seed), copy
+                del held
+
+    def close(self) -> None:
+        self._workers.close()
+        self._plan = None
+
+    def _plan_for(self, layout: Layout, sources: Mapping[int, Source]) -> LayoutPlan:
+        live = [extent for extent, source in sources.items() if source.live]
+        private = [extent for extent, source in sources.items() if not source.live]
+        plan = self._plan
+        if plan is None or not plan.fits(layout, live, private):
+            plan = self._plan = LayoutPlan(layout, live, private)
+        return plan
+
+
+class _Run:
+    """One pass over all chunks of one save, shared by the threads that make it."""
+
+    def __init__(self, job: Job, plan: LayoutPlan, seed: int, ring: Ring) -> None:
+        self._job, self._plan, self._seed, self._ring = job, plan, seed, ring
+        self._lock = threading.Lock()
+        self._live_left = sum(len(unit) for unit in plan.live)
+        self._new = {
+            extent: bytearray(HASH_BYTES * job.layout.extents[extent].chunk_count)
+            for extent in job.sources
+        }
+        self.changed_chunks = 0
+        self.changed_bytes = 0
+
+    def finished_table(self) -> dict[ExtentKey, bytes | bytearray]:
+        return {self._plan.keys[extent]: hashes for extent, hashes in self._new.items()}
+
+    def work(self, units: Iterator[Unit]) -> None:
+        """One thread's part; the units come from an iterator that the threads share."""
+        packer = Packer(self._job, self._ring)
+        try:
+            for unit in units:
+                if self._job.cancelled():
+                    raise StateError(f"save {self._job.save} was given up", kind="cancelled")
+                self._stage_unit(unit, packer)
+            packer.flush()
+        except BaseException:
+            packer.abandon()
+            raise
+        with self._lock:
+            self.changed_chunks += packer.chunks
+            self.changed_bytes += packer.nbytes
+
+    def _stage_unit(self, unit: Unit, packer: Packer) -> None:
+        seed, table, keys = self._seed, self._job.table, self._plan.keys
+        live = 0
+        for extent, first, last in unit:
+            source, spec = self._job.sources[extent], self._job.layout.extents[extent]
+            if source.live:
+                live += 1
+                self._check_size(extent, source)
+            start, size = first * spec.chunk_bytes, spec.chunk_bytes
+            held, data = _host_bytes(source, start, last * size)
+            old, new = table.get(keys[extent]), self._new[extent]
+            for index in range(first, last):
+                chunk = data[index * size - start : (index + 1) * size - start]
+                digest = change_hash(chunk, seed)
+                at = index * HASH_BYTES
+                if old is None or old[at : at + HASH_BYTES] != digest:
+                    packer.add(extent, index, chunk, digest)
+                new[at : at + HASH_BYTES] = digest
+            del held
+        if live:
+            with self._lock:
+                self._live_left -= live
+                last_live = self._live_left == 0
+            if last_live:
+                self.live_is_done()
+
+    def live_is_done(self) -> None:
+        """All live bytes are hashed and copied: check that nobody moved them, then unlock."""
+        for extent, before in self._job.versions.items():
+            if version_of(self._job.sources[extent].owner) != before:
+                raise self._torn(extent)
+        self._job.unlock()
+
+    def _check_size(self, extent: int, source: Source) -> None:
+        data = source.data
+        need = data.storage_offset() + data.numel()
+        if data.untyped_storage().nbytes() < need:
+            raise self._torn(extent)
+
+    def _torn(self, extent: int) -> CorruptionError:
+        path = self._plan.keys[extent][0]
+        return CorruptionError(
+            f"tensor {path} was modified while it was being saved",
+            kind="torn",
+            hint="call lock() of the checkpointer before modifying it outside of an optimizer's"
+            " step, or save with overlap=False",
+            tensor=path,
+        )

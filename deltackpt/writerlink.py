@@ -1,0 +1,123 @@
+"""Keeping a writer at hand: started when first needed, replaced when it died or the state grew."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+from collections.abc import Callable
+
+import torch
+from deltackpt_store.client import Outcome, WriterClient
+from deltackpt_store.errors import DeltackptError
+from deltackpt_store.protocol import WriterOptions
+
+from ._version import __version__
+from .options import SLOT_BYTES, Options
+
+_log = logging.getLogger("deltackpt")
+
+_MIN_RING_BYTES = 32 * 1024 * 1024
+_BURY_SECONDS = 5.0
+
+
+class WriterLink:
+    """The writer client in use. `get` and `close` belong to the staging thread.
+
+    `on_result(client, save, outcome)` is called on a client's receiving thread.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        options: Options,
+        seed: int,
+        *,
+        max_in_flight: int,
+        on_result: Callable[[WriterClient, int, Outcome], None],
+    ) -> None:
+        self._path, self._options, self._seed = path, options, seed
+        self._max_in_flight = max_in_flight
+        self._on_result = on_result
+        self._client: WriterClient | None = None
+        self._ring_bytes = 0
+
+    def get(self, state_bytes: int) -> WriterClient:
+        """The living client, or a new one; also a new one when the ring became far too small.
+
+        Returns without waiting for the new writer: what it cannot do fails its first save.
+        """
+        wanted = self._wanted_ring(state_bytes)
+        client = self._client
+        if client is not None and client.alive:
+            if client.pending or wanted <= 1.25 * self._ring_bytes:
+                return client
+            self.close(self._options.durable_timeout)
+        else:
+            self.close(_BURY_SECONDS)
+        options = self._options
+
+        def receive(save: int, outcome: Outcome) -> None:
+            self._on_result(new, save, outcome)
+
+        new = WriterClient(
+            self._path, options.run,
+            seed=self._seed, ring_bytes=wanted, slot_bytes=options.slot_bytes(wanted),
+            mode=options.writer, max_in_flight=self._max_in_flight, on_result=receive,
+            options=WriterOptions(
+                codec=options.codec, lock_timeout=options.lock_timeout,
+                versions={"deltackpt": __version__, "torch": str(torch.__version__)},
+            ),
+        )  # fmt: skip
+        self._client, self._ring_bytes = new, wanted
+        return new
+
+    def close(self, timeout: float) -> None:
+        """End the client; what its writer still has to do after `timeout` is its own affair."""
+        client, self._client = self._client, None
+        if client is not None:
+            try:
+                client.close(timeout)
+            except DeltackptError as error:
+                _log.warning("%s", error)
+
+    def end_stuck(self, client: WriterClient) -> None:
+        """End a writer that storage keeps waiting. Never blocks; for any thread.
+
+        A writer process is killed: what it had not committed is absent. A writer thread cannot be
+        ended; it is left behind.
+        """
+        if self._options.writer == "process":
+            with contextlib.suppress(OSError):
+                os.kill(client.writer_pid, signal.SIGKILL)
+        with contextlib.suppress(DeltackptError):
+            client.close(0.0)
+
+    def _wanted_ring(self, state_bytes: int) -> int:
+        """The smaller of 1x the state (and a slot per thread) and half of the free memory."""
+        options = self._options
+        if options.ring_bytes is not None:
+            return options.ring_bytes
+        slot = max(SLOT_BYTES, options.chunk_bytes)
+        wanted = state_bytes + state_bytes // 50 + slot * (options.threads + 1)
+        if self._client is not None and wanted <= 1.25 * self._ring_bytes:
+            return self._ring_bytes
+        return max(_MIN_RING_BYTES, min(wanted, available_memory() // 2))
+
+
+def available_memory() -> int:
+    """Bytes of memory that this process could still get: the machine's and its cgroup's limit."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            lines = dict(line.split(":", 1) for line in file)
+        available = int(lines["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    try:
+        with open("/sys/fs/cgroup/memory.max", encoding="ascii") as file:
+            limit = int(file.read())
+        with open("/sys/fs/cgroup/memory.current", encoding="ascii") as file:
+            return max(0, min(available, limit - int(file.read())))
+    except (OSError, ValueError):  # no cgroup v2, or no limit ("max")
+        return available
