@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,6 +63,18 @@ class ChunkIndex(Protocol):
     def __len__(self) -> int:
         """Number of records known (a chunk held by two packs may count twice)."""
         ...
+
+
+class Found(NamedTuple):
+    """Answer to a bulk look-up: row i is about id i.
+
+    `packs[i]` numbers a name in `names`, or is -1 when the chunk is unknown; `entries[i]` is its
+    row in the table of that pack (`ENTRY_DTYPE`).
+    """
+
+    names: list[str]
+    packs: NDArray[np.int64]
+    entries: NDArray[Any]
 
 
 class MemoryIndex:
@@ -210,6 +222,16 @@ class MemoryIndex:
                 if name is not None:
                     result[i] = self._entries[number].location(name, local)
             return result
+
+    def find(self, ids: NDArray[np.uint8]) -> Found:
+        """Where one record of each id lies, as arrays, for rows of `ids` (shape (n, 32))."""
+        with self._lock:
+            rows = self._find(ids)
+            packs = self._first.searchsorted(rows, "right") - 1
+            entries = np.zeros(len(rows), ENTRY_DTYPE)
+            known = rows >= 0
+            entries[known] = self._table[rows[known]]
+            return Found([name or "" for name in self._names], packs, entries)
 
     def contains_many(self, ids: NDArray[np.uint8]) -> NDArray[np.bool_]:
         """For each row of `ids` (shape (n, 32)) whether the chunk is known."""

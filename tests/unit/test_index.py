@@ -1,0 +1,214 @@
+"""The in-memory index against a plain dict, and its rebuild from footers."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+from blake3 import blake3
+from deltackpt_store import index as index_module
+from deltackpt_store import pack as pk
+from deltackpt_store.codecs import RAW, Encoded
+from deltackpt_store.errors import CorruptionError
+from deltackpt_store.fileio import FileIO
+from deltackpt_store.index import MemoryIndex, list_packs, refresh
+from deltackpt_store.pack import ENTRY_DTYPE, Location, PackEntries
+from deltackpt_store.pack_writer import PackWriter
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+UUID = bytes(16)
+IO = FileIO()
+NOISE = random.Random(11)
+
+
+def entries(ids: list[bytes], refs: dict[bytes, list[bytes]] | None = None) -> PackEntries:
+    table = np.zeros(len(ids), ENTRY_DTYPE)
+    for row, chunk in enumerate(ids):
+        table[row]["id"] = np.frombuffer(chunk, np.uint8)
+        table[row]["offset"] = 64 + 200 * row
+        table[row]["header"] = 64
+        table[row]["stored"] = table[row]["raw"] = 100 + row
+        table[row]["refs"] = len((refs or {}).get(chunk, []))
+    flat = b"".join(b"".join((refs or {}).get(chunk, [])) for chunk in ids)
+    return PackEntries(table, np.frombuffer(flat, np.uint8).reshape(-1, 32))
+
+
+def place(pack: str, row: int, refs: tuple[bytes, ...] = ()) -> Location:
+    return Location(pack, 64 + 200 * row, 64, 100 + row, 100 + row, 0, refs)
+
+
+def as_rows(ids: list[bytes]) -> np.ndarray:
+    return np.frombuffer(b"".join(ids), np.uint8).reshape(-1, 32)
+
+
+# Few distinct ids, many of them with equal first eight bytes: duplicates and prefix clashes.
+IDS = [bytes(8) + n.to_bytes(24, "big") for n in range(6)] + [
+    blake3(bytes([n])).digest() for n in range(6)
+]
+OPERATIONS = st.lists(
+    st.one_of(
+        st.tuples(st.just("add"), st.integers(0, 7), st.lists(st.sampled_from(IDS), max_size=6)),
+        st.tuples(st.just("drop"), st.integers(0, 7), st.just([])),
+        st.tuples(st.just("many"), st.just(0), st.lists(st.sampled_from(IDS), max_size=20)),
+    ),
+    max_size=25,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(OPERATIONS, st.sampled_from([0, 3, 65536]))
+def test_behaves_like_a_dict(operations: list[tuple[str, int, list[bytes]]], small: int) -> None:
+    """An index that forgets or invents chunks loses dedup or, unconfirmed, data."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(index_module, "_SMALL", small)
+        index = MemoryIndex()
+        model: dict[str, list[bytes]] = {}
+        for what, number, ids in operations:
+            name = f"pack{number}"
+            if what == "add":
+                index.add_pack(name, entries(ids))
+                model.setdefault(name, ids)
+            elif what == "drop":
+                index.drop_pack(name)
+                model.pop(name, None)
+            else:
+                known = {i for held in model.values() for i in held}
+                assert index.contains_many(as_rows(ids)).tolist() == [i in known for i in ids]
+                got = index.get_many(as_rows(ids))
+                for chunk, location in zip(ids, got, strict=True):
+                    assert (location is not None) == (chunk in known)
+                    if location is not None:
+                        row = (location.offset - 64) // 200
+                        assert model[location.pack][row] == chunk
+            assert index.packs() == set(model)
+            assert len(index) == sum(map(len, model.values()))
+            for chunk in IDS:
+                expected = {
+                    place(pack, row)
+                    for pack, held in model.items()
+                    for row, other in enumerate(held)
+                    if other == chunk
+                }
+                assert set(index.locations(chunk)) == expected
+                location = index.get(chunk)
+                assert location in expected if expected else location is None
+
+
+def test_references_survive_merging() -> None:
+    ids = [NOISE.randbytes(32) for _ in range(50)]
+    refs = {ids[3]: [ids[0], ids[1]], ids[40]: [ids[2]]}
+    index = MemoryIndex()
+    index.add_pack("a", entries(ids[:25], refs))
+    index.add_pack("b", entries(ids[25:], refs))
+    for _ in range(2):
+        for row, chunk in enumerate(ids):
+            pack, at = ("a", row) if row < 25 else ("b", row - 25)
+            assert index.get(chunk) == place(pack, at, tuple(refs.get(chunk, [])))
+        index.contains_many(as_rows(ids))  # merges; the answers stay
+
+
+def test_the_pack_added_last_wins_and_dropping_it_shows_the_other() -> None:
+    chunk = NOISE.randbytes(32)
+    index = MemoryIndex()
+    for name in ("a", "b", "c"):
+        index.add_pack(name, entries([chunk]))
+    assert [where.pack for where in index.locations(chunk)] == ["c", "b", "a"]
+    index.contains_many(as_rows([chunk]))
+    assert [where.pack for where in index.locations(chunk)] == ["c", "b", "a"]
+    index.drop_pack("c")
+    assert index.get(chunk) == place("b", 0)
+
+
+def test_memory_per_entry_is_bounded() -> None:
+    """A million chunks must not cost hundreds of megabytes in every writer."""
+    index = MemoryIndex()
+    ids = [n.to_bytes(4, "big") * 8 for n in range(20_000)]
+    for at in range(0, len(ids), 1000):
+        index.add_pack(f"p{at}", entries(ids[at : at + 1000]))
+    index.contains_many(as_rows(ids[:1]))
+    arrays = [v for v in vars(index).values() if isinstance(v, np.ndarray)]
+    assert sum(a.nbytes for a in arrays) <= 72 * len(ids)
+    index.drop_pack("p0")
+    assert not vars(index)["_recent"]
+
+
+def test_many_dropped_packs_give_their_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(index_module, "_SMALL", 10)
+    index = MemoryIndex()
+    ids = [n.to_bytes(4, "big") * 8 for n in range(1000)]
+    for at in range(0, 1000, 10):
+        index.add_pack(f"p{at}", entries(ids[at : at + 10]))
+    assert index.contains_many(as_rows(ids)).all()
+    for at in range(0, 990, 10):
+        index.drop_pack(f"p{at}")
+    assert len(vars(index)["_names"]) < 30
+    assert index.contains_many(as_rows(ids)).tolist() == [False] * 990 + [True] * 10
+
+
+# rebuilding ---------------------------------------------------------------------------------
+
+
+def write_pack(root: Path, seq: int, chunks: list[bytes], writer: str = "ab" * 8) -> str:
+    path = pk.pack_path(str(root), pk.pack_name(writer, seq))
+    out = PackWriter(IO, path, UUID, writer, seq)
+    for raw in chunks:
+        out.append(blake3(raw).digest(), len(raw), Encoded(RAW, b"", (), [raw]))
+    out.finish()
+    return out.name
+
+
+def test_rebuild_from_footers_finds_everything(tmp_path: Path) -> None:
+    """The index is derived data: losing it must lose nothing."""  # case 116
+    chunks = [NOISE.randbytes(n) for n in (10, 3000, 70_000, 65536, 1)]
+    first = write_pack(tmp_path, 1, chunks[:3])
+    second = write_pack(tmp_path, 1, chunks[2:], writer="cd" * 8)
+    (tmp_path / "packs" / "ab" / ".tmp-123-leftover.pack").write_bytes(b"half")
+    (tmp_path / "packs" / "lost+found").mkdir()
+    (tmp_path / "packs" / "cd" / f"{first}.pack").write_bytes(b"in the wrong folder")
+    assert list_packs(IO, str(tmp_path)) == sorted([first, second])
+    index = MemoryIndex()
+    assert refresh(index, IO, str(tmp_path), [first, second], store_uuid=UUID) == []
+    for raw in chunks:
+        for where in index.locations(blake3(raw).digest()):
+            handle = IO.open(pk.pack_path(str(tmp_path), where.pack))
+            got = bytearray(where.stored)
+            IO.read_into(handle, [got], where.payload)
+            IO.close(handle)
+            assert got == raw
+    assert len(index.locations(blake3(chunks[2]).digest())) == 2
+    refresh(index, IO, str(tmp_path), [second])
+    assert index.packs() == {second}
+
+
+def test_a_damaged_pack_is_left_out_and_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One bad footer must not keep a store from being opened."""  # case 116
+    good = write_pack(tmp_path, 1, [b"a"])
+    bad = write_pack(tmp_path, 2, [b"b"])
+    path = pk.pack_path(str(tmp_path), bad)
+    os.truncate(path, os.path.getsize(path) - 3)
+    index = MemoryIndex()
+    errors = refresh(index, IO, str(tmp_path), list_packs(IO, str(tmp_path)))
+    assert [type(e) for e in errors] == [CorruptionError]
+    assert index.packs() == {good}
+    assert bad in caplog.text
+
+
+class Unlistable(FileIO):
+    def list(self, path: str) -> list[str]:
+        if path.endswith("packs"):
+            return super().list(path)
+        raise OSError(5, "Input/output error")
+
+
+def test_a_listing_error_never_reads_as_empty(tmp_path: Path) -> None:
+    """A listing error taken for 'no packs' is how backup tools deleted everything."""
+    assert list_packs(IO, str(tmp_path)) == []
+    write_pack(tmp_path, 1, [b"a"])
+    with pytest.raises(OSError, match="Input/output"):
+        list_packs(Unlistable(), str(tmp_path))
