@@ -1,0 +1,191 @@
+"""Fetching chunks from their records: file ranges, decoding, references, and the proof by id.
+
+A :class:`Fetcher` belongs to one thread and is bounded in memory: one scratch buffer, a small
+cache of reference chunks, and for one chunk at a time what its references take.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from blake3 import blake3
+
+from deltackpt_store import codecs
+from deltackpt_store.errors import CorruptionError, DeltackptError
+from deltackpt_store.fileio import FileIO
+from deltackpt_store.oserror import storage_error
+from deltackpt_store.pack import Location, check_payload, decode_record, pack_path
+from deltackpt_store.pack_set import PackSet, is_damage
+
+MAX_DEPTH = 8
+"""References of references of ... a chunk that a reader follows."""
+
+SLACK_BYTES = 4096
+"""No payload is larger than its chunk by more than this."""
+
+_HEAD_BYTES = 64 * 1024  # the front of an encoded record is never longer
+_CACHE_BYTES = 16 * 1024 * 1024  # reference chunks kept
+_REFERENCE_BYTES = 512 * 1024 * 1024  # raw bytes of references read for one chunk
+_REFERENCE_READS = 4096  # references read for one chunk, all depths together
+_HANDLES = 8
+
+
+class Task(NamedTuple):
+    """One chunk to fetch: its id, the memory it fills, and the record to take it from."""
+
+    id: bytes
+    dest: memoryview
+    place: Location
+
+
+class Budget:
+    """Bounds what decoding one chunk may cost, whatever its references claim."""
+
+    def __init__(self) -> None:
+        self.bytes = _REFERENCE_BYTES
+        self.reads = _REFERENCE_READS
+
+    def take(self, size: int, chunk_id: bytes) -> None:
+        self.bytes -= size
+        self.reads -= 1
+        if self.bytes < 0 or self.reads < 0:
+            raise unreadable(chunk_id, "a chunk is coded against too much data")
+
+
+class Fetcher:
+    """What one thread needs to read: open packs, scratch memory, references just read.
+
+    Use as a context manager; leaving it closes the files.
+    """
+
+    def __init__(self, packs: PackSet) -> None:
+        self._packs = packs
+        self._io: FileIO = packs.io
+        self._handles: OrderedDict[str, int] = OrderedDict()
+        self._scratch = bytearray()
+        self._references: OrderedDict[bytes, bytearray] = OrderedDict()
+        self._cached = 0
+
+    def __enter__(self) -> Fetcher:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        while self._handles:
+            self._io.close(self._handles.popitem()[1])
+
+    def fetch(self, task: Task) -> None:
+        """Fill the destination and check it against the id (CorruptionError, StorageError)."""
+        self._fetch(task, 0, Budget())
+
+    def _fetch(self, task: Task, depth: int, budget: Budget) -> None:
+        place = task.place
+        if place.codec == codecs.RAW:
+            if place.stored != len(task.dest):
+                raise unreadable(task.id, "its record declares two lengths")
+            self.fill(place.pack, [task.dest], place.payload, place.stored)
+            if blake3(task.dest).digest() != task.id:
+                raise mismatch(task.id, place.pack)
+            return
+        if place.stored > len(task.dest) + SLACK_BYTES or place.header > _HEAD_BYTES:
+            raise unreadable(task.id, "its record declares impossible lengths")
+        data = memoryview(bytearray(place.header + place.stored))
+        self.fill(place.pack, [data], place.offset, len(data))
+        self._decode(task, data[: place.header], data[place.header :], depth, budget)
+
+    def decode(self, task: Task, front: memoryview, payload: memoryview) -> None:
+        """Decode a record just read (its front, its payload) and check the result."""
+        self._decode(task, front, payload, 0, Budget())
+
+    def _decode(
+        self, task: Task, front: memoryview, payload: memoryview, depth: int, budget: Budget
+    ) -> None:
+        place = task.place
+        path = pack_path(self._packs.root, place.pack)
+        head = decode_record(front, path, place.offset)
+        declared = (head.id, head.codec, head.skip, head.raw, head.stored)
+        if declared != (task.id, place.codec, place.header, len(task.dest), place.stored):
+            raise unreadable(task.id, f"the table of {path} does not match its record")
+        check_payload(head, payload, path)
+        references = [self._reference(needed, depth + 1, budget) for needed in head.refs]
+        codecs.decode(head.codec, head.params, payload, task.dest, references)
+        if blake3(task.dest).digest() != task.id:
+            raise mismatch(task.id, place.pack)
+
+    def _reference(self, chunk_id: bytes, depth: int, budget: Budget) -> memoryview:
+        """Raw bytes of a chunk that another is coded against, from any place that holds it."""
+        if depth > MAX_DEPTH:
+            raise unreadable(chunk_id, f"it is a reference {depth} deep")
+        kept = self._references.get(chunk_id)
+        if kept is not None:
+            self._references.move_to_end(chunk_id)
+            return memoryview(kept)
+        error: DeltackptError = unreadable(chunk_id, "no intact pack holds it", "missing-chunk")
+        for place in self.places(chunk_id):
+            budget.take(place.raw, chunk_id)
+            data = bytearray(place.raw)
+            try:
+                self._fetch(Task(chunk_id, memoryview(data), place), depth, budget)
+            except DeltackptError as failure:
+                if not is_damage(failure):
+                    raise
+                error = failure
+            else:
+                self._keep(chunk_id, data)
+                return memoryview(data)
+        raise error
+
+    def places(self, chunk_id: bytes) -> Iterator[Location]:
+        """Every place that holds a chunk; more effort is spent only when the first ones fail."""
+        seen = self._packs.index.locations(chunk_id)
+        yield from seen
+        self._packs.load_all()
+        for place in [*self._packs.index.locations(chunk_id), *self._packs.salvage(chunk_id)]:
+            if place not in seen:
+                yield place
+
+    def _keep(self, chunk_id: bytes, data: bytearray) -> None:
+        if len(data) > _CACHE_BYTES // 4 or chunk_id in self._references:
+            return
+        self._references[chunk_id] = data
+        self._cached += len(data)
+        while self._cached > _CACHE_BYTES:
+            self._cached -= len(self._references.popitem(last=False)[1])
+
+    def fill(self, pack: str, buffers: list[memoryview], offset: int, length: int) -> None:
+        """Read `length` bytes of a pack into `buffers`; CorruptionError when it ends before."""
+        path = pack_path(self._packs.root, pack)
+        try:
+            got = self._io.read_into(self._open(pack, path), buffers, offset)
+        except (OSError, OverflowError) as error:
+            if isinstance(error, OverflowError):
+                raise CorruptionError(f"pack {path} is cut off", kind="pack", path=path) from error
+            raise storage_error(error, "read the pack", path) from error
+        if got != length:
+            raise CorruptionError(f"pack {path} is cut off", kind="pack", path=path)
+
+    def _open(self, pack: str, path: str) -> int:
+        handle = self._handles.get(pack)
+        if handle is None:
+            while len(self._handles) >= _HANDLES:
+                self._io.close(self._handles.popitem(last=False)[1])
+            handle = self._handles[pack] = self._io.open(path)
+        return handle
+
+    def room(self, length: int, at_least: int) -> memoryview:
+        """`length` bytes of the scratch buffer, whose content is anything."""
+        if len(self._scratch) < length:
+            self._scratch = bytearray(max(length, at_least))
+        return memoryview(self._scratch)[:length]
+
+
+def unreadable(chunk_id: bytes, reason: str, kind: str = "damaged-chunk") -> CorruptionError:
+    return CorruptionError(
+        f"chunk {chunk_id.hex()} is unreadable: {reason}", kind=kind, id=chunk_id.hex()
+    )
+
+
+def mismatch(chunk_id: bytes, pack: str) -> CorruptionError:
+    """The error for bytes that do not have the id under which they are stored."""
+    return unreadable(chunk_id, f"its bytes in pack {pack} do not have that id")
