@@ -221,6 +221,10 @@ def acquire(directory: str, identity: str, map_bytes: int, describe: Describe) -
     directory = os.path.realpath(directory)
     with _registry:
         environment = _open.get(directory)
+        if any(leaked.directory == directory for leaked in _leaked):
+            raise StorageError(
+                f"the index in {directory} was open when this process was forked", kind="forked"
+            )
         if environment is None:
             environment = _open[directory] = Environment(directory, identity, map_bytes, describe)
         elif environment.identity != identity:
