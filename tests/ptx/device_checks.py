@@ -1,0 +1,82 @@
+"""What must hold on any device, as functions of a runtime: run on the CPU by Triton's interpreter
+(in a process of its own, because the interpreter must be chosen before triton is imported), on the
+compiled code by the PTX machine, and on a GPU where there is one.
+
+``python device_checks.py NAME [JSON ARGUMENTS]`` runs one of them under the interpreter.
+"""
+
+import json
+import os
+import sys
+from typing import Any
+
+import numpy as np
+
+SEEDS = (0, 1, 0x9E3779B97F4A7C15, 0xFFFFFFFFFFFFFFFF)
+
+
+def short_lengths(runtime: Any, start: int, stop: int) -> int:
+    """Every length from `start` to `stop`, every seed, five alignments: equal to xxhash."""
+    from deltackpt.cuda.selftest import SKEWS, hash_pieces
+
+    pieces = [(length, skew) for length in range(max(1, start), stop) for skew in SKEWS]
+    for seed in SEEDS:
+        assert hash_pieces(runtime, pieces, seed=seed, changes=seed == SEEDS[2]) == []
+    return len(pieces) * len(SEEDS)
+
+
+def edge_lengths(runtime: Any, lengths: list[int], seed: int, skews: list[int]) -> int:
+    """Chosen lengths at chosen alignments: equal to xxhash."""
+    from deltackpt.cuda.selftest import hash_pieces
+
+    pieces = [(length, skew) for length in lengths for skew in skews]
+    assert hash_pieces(runtime, pieces, seed=seed) == []
+    return len(pieces)
+
+
+def empty(runtime: Any) -> int:
+    """No bytes at all."""
+    from deltackpt.cuda.selftest import empty_digest_is_standard
+
+    for seed in SEEDS:
+        assert empty_digest_is_standard(runtime, seed=seed)
+    return len(SEEDS)
+
+
+def self_test(runtime: Any) -> int:
+    """The check that every device passes before it is used."""
+    from deltackpt.cuda.selftest import LENGTHS, check_device
+
+    assert check_device(runtime, seed=SEEDS[2]) == []
+    return 2 * len(LENGTHS)
+
+
+def waves(runtime: Any) -> int:
+    """A scratch so small that chunks go through it in many waves, sizes mixed."""
+    from deltackpt.cuda.selftest import hash_pieces
+    from deltackpt.cuda.specs import sum_blocks_per_program
+    from deltackpt.cuda.table import ChunkTable
+
+    rng = np.random.default_rng(5)
+    sizes = [1, 200, 1024, 5000, 16384, 16385, 40000]
+    pieces = [(int(rng.choice(sizes)) + int(rng.integers(0, 3)), 0) for _ in range(60)]
+    scratch = 12 * 1024
+    table = ChunkTable([(n, n) for n, _ in pieces], scratch_bytes=scratch,
+                       blocks_per_program=sum_blocks_per_program(runtime.wave))  # fmt: skip
+    assert len(table.waves) > 5
+    assert hash_pieces(runtime, pieces, seed=7, scratch_bytes=scratch) == []
+    return len(table.waves)
+
+
+def main() -> None:
+    """Run one check under Triton's interpreter and print what it returned as JSON."""
+    assert os.environ.get("TRITON_INTERPRET") == "1"
+    from deltackpt.cuda.runtime import HostRuntime
+
+    name, arguments = sys.argv[1], json.loads(sys.argv[2]) if len(sys.argv) > 2 else {}
+    wave = arguments.pop("wave", 32)
+    print(json.dumps(globals()[name](HostRuntime(wave), **arguments)))
+
+
+if __name__ == "__main__":
+    main()
