@@ -228,6 +228,9 @@ class Channel:
         frame = self._frame()
         return None if frame is None else _decode(_to_trainer, frame)
 
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
     def shutdown_sending(self) -> None:
         """Tell the other side that nothing more comes; receiving still works."""
         with contextlib.suppress(OSError):

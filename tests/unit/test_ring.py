@@ -1,0 +1,140 @@
+"""The staging ring and its lease book."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+
+import pytest
+from deltackpt_store.errors import CorruptionError, InvalidInputError, StateError, StorageError
+from deltackpt_store.ring import Ring, SlotPool
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+SLOT = 64 * 1024
+
+
+def test_both_mappings_see_the_same_bytes() -> None:
+    with Ring.create(3 * SLOT, SLOT) as ours, Ring.attach(os.dup(ours.fd), 3, SLOT) as theirs:
+        for slot in range(3):
+            ours.view(slot)[:] = bytes([slot + 1]) * SLOT
+        for slot in range(3):
+            assert bytes(theirs.view(slot)) == bytes([slot + 1]) * SLOT
+
+
+def test_memory_is_used_only_for_touched_slots() -> None:
+    # A frozen model must not pay for the ring that a dense one needs.
+    with Ring.create(1 << 40, 4 << 20) as ring:
+        assert ring.slots == 1 << 18
+        assert os.fstat(ring.fd).st_blocks == 0
+        ring.view(0)[:5000] = bytes(5000)
+        assert 0 < os.fstat(ring.fd).st_blocks * 512 <= SLOT
+
+
+def test_size_is_sealed() -> None:
+    # Truncating shared memory under the other side's feet would kill it with SIGBUS.
+    with Ring.create(2 * SLOT, SLOT) as ring:
+        with pytest.raises(OSError, match="not permitted"):
+            os.ftruncate(ring.fd, SLOT)
+        with pytest.raises(OSError, match="not permitted"):
+            os.ftruncate(ring.fd, 4 * SLOT)
+
+
+def test_descriptor_is_closed_on_exec() -> None:
+    with Ring.create(SLOT, SLOT) as ring:
+        assert fcntl.fcntl(ring.fd, fcntl.F_GETFD) & fcntl.FD_CLOEXEC
+
+
+@pytest.mark.parametrize("slots", [1, 2, 5])
+def test_ring_has_the_slots_that_fit(slots: int) -> None:
+    with Ring.create(slots * SLOT + SLOT - 1, SLOT) as ring:
+        assert (ring.slots, ring.slot_bytes) == (slots, SLOT)
+
+
+def test_a_ring_smaller_than_a_slot_has_one_slot() -> None:
+    with Ring.create(1, SLOT) as ring:
+        assert ring.slots == 1
+
+
+@pytest.mark.parametrize(("ring", "slot"), [(0, SLOT), (-1, SLOT), (SLOT, 0), (SLOT, 1000)])
+def test_impossible_sizes_are_refused(ring: int, slot: int) -> None:
+    with pytest.raises(InvalidInputError, match="_bytes"):
+        Ring.create(ring, slot)
+
+
+def test_a_ring_that_no_address_space_holds_is_a_storage_error() -> None:
+    with pytest.raises(StorageError, match="smaller ring_bytes"):
+        Ring.create(1 << 62, 1 << 60)
+
+
+def test_attach_refuses_a_file_of_another_size() -> None:
+    with Ring.create(2 * SLOT, SLOT) as ring, pytest.raises(CorruptionError, match="expected 3"):
+        Ring.attach(ring.fd, 3, SLOT)
+
+
+@pytest.mark.parametrize("slot", [-1, 2])
+def test_no_view_outside_the_ring(slot: int) -> None:
+    with Ring.create(2 * SLOT, SLOT) as ring, pytest.raises(InvalidInputError):
+        ring.view(slot)
+
+
+def test_views_outlive_close() -> None:
+    # A staging thread that still copies while the client closes must not crash the process.
+    ring = Ring.create(SLOT, SLOT)
+    view = ring.view(0)
+    ring.close()
+    view[:4] = b"late"
+    assert bytes(view[:4]) == b"late"
+    with pytest.raises(StateError):
+        ring.view(0)
+    ring.close()
+
+
+def test_lowest_slot_first_so_that_warm_memory_is_reused() -> None:
+    pool = SlotPool(4)
+    assert [pool.acquire() for _ in range(4)] == [0, 1, 2, 3]
+    assert pool.acquire() is None
+    for slot in (3, 0, 2):
+        pool.send(slot)
+    for slot in (2, 3, 0):
+        pool.release(slot)
+    assert [pool.acquire() for _ in range(3)] == [0, 2, 3]
+    assert pool.high_water == 4
+
+
+def test_a_slot_cannot_be_released_or_sent_twice() -> None:
+    pool = SlotPool(2)
+    slot = pool.acquire()
+    assert slot is not None
+    pool.send(slot)
+    with pytest.raises(StateError):
+        pool.send(slot)
+    with pytest.raises(StateError):
+        pool.give_back(slot)
+    pool.release(slot)
+    with pytest.raises(StateError):
+        pool.release(slot)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 6), st.lists(st.tuples(st.sampled_from("asgr"), st.integers(0, 5))))
+def test_two_owners_never_hold_one_slot(slots: int, moves: list[tuple[str, int]]) -> None:
+    pool, owner = SlotPool(slots), dict.fromkeys(range(slots), "free")
+    for move, pick in moves:
+        slot = pick % slots
+        if move == "a":
+            free = [s for s in range(slots) if owner[s] == "free"]
+            assert pool.acquire() == (free[0] if free else None)
+            if free:
+                owner[free[0]] = "trainer"
+        elif move == "r":
+            if owner[slot] == "writer":
+                pool.release(slot)
+                owner[slot] = "free"
+        elif owner[slot] == "trainer":
+            (pool.send if move == "s" else pool.give_back)(slot)
+            owner[slot] = "writer" if move == "s" else "free"
+        kinds = list(owner.values())
+        assert (pool.free, pool.acquired, pool.sent) == tuple(
+            kinds.count(k) for k in ("free", "trainer", "writer")
+        )

@@ -1,0 +1,116 @@
+"""Chunk tables: what a save consists of, derived from the save it is relative to."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+from deltackpt_store.manifest import ExtentSpec, Layout, Snapshot, TensorView
+from deltackpt_store.tables import ChunkTable
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+CHUNK = 4096
+
+
+def layout_of(**sizes: int) -> Layout:
+    return Layout(
+        structure=b"",
+        paths=tuple(sizes),
+        tensors=tuple(
+            TensorView(i, i, "uint8", (n,), (1,), 0) for i, n in enumerate(sizes.values())
+        ),
+        extents=tuple(ExtentSpec(n, CHUNK, "uint8") for n in sizes.values()),
+        objects=(),
+    )
+
+
+def ident(number: int) -> bytes:
+    return number.to_bytes(32, "big")
+
+
+Move = tuple[int, int, int]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.lists(st.tuples(st.integers(0, 4), st.integers(0, 9), st.integers(0, 4)), max_size=12),
+        min_size=1,
+        max_size=6,
+    )
+)
+def test_saves_share_what_they_do_not_change_and_count_packs_exactly(
+    saves: list[list[Move]],
+) -> None:
+    # A pack counted as needed although nothing refers to it would never be reclaimed; one not
+    # counted would be deleted under a step that needs it.
+    layout = layout_of(a=3 * CHUNK, b=2 * CHUNK)
+    places = [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)]
+    table = ChunkTable(layout)
+    model: dict[tuple[int, int], tuple[bytes, tuple[str, ...]]] = {}
+    history: list[tuple[ChunkTable, dict[tuple[int, int], tuple[bytes, tuple[str, ...]]]]] = []
+    for place in places:
+        assert table.first_missing() is not None
+        table.set(*place, ident(99), ("p0",))
+        model[place] = (ident(99), ("p0",))
+    for moves in saves:
+        for where, number, pack in moves:
+            packs = (f"p{pack}",) if pack else ("p1", "p2")
+            table.set(*places[where], ident(number), packs)
+            model[places[where]] = (ident(number), packs)
+        table.freeze()
+        history.append((table, dict(model)))
+        table = table.derive(layout)
+    for old, expected in history:  # later saves changed nothing in earlier tables
+        assert old.first_missing() is None
+        for place in places:
+            assert old.id(*place) == expected[place][0]
+        assert old.packs() == {pack for _, packs in expected.values() for pack in packs}
+
+
+def test_a_new_layout_inherits_by_path_and_size_not_by_position() -> None:
+    old = layout_of(a=2 * CHUNK, b=2 * CHUNK, gone=CHUNK)
+    table = ChunkTable(old)
+    for extent, count in ((0, 2), (1, 2), (2, 1)):
+        for chunk in range(count):
+            table.set(extent, chunk, ident(10 * extent + chunk), (f"p{extent}",))
+    table.freeze()
+    new = table.derive(layout_of(b=2 * CHUNK, new=CHUNK, a=3 * CHUNK, small=100))
+    assert [new.id(0, 0), new.id(0, 1)] == [ident(10), ident(11)]
+    assert new.id(1, 0) is None
+    assert new.id(2, 0) is None  # same path, other size
+    assert new.packs() == {"p1"}
+    assert new.first_missing() in {(1, 0), (2, 0)}
+    for place in ((1, 0), (2, 0), (2, 1), (2, 2)):
+        new.set(*place, ident(1), ("p9",))
+    assert new.first_missing() is None
+    assert new.packs() == {"p1", "p9"}
+    assert 3 not in new.chunks  # inline
+
+
+def test_table_of_a_committed_step() -> None:
+    layout = layout_of(a=3 * CHUNK)
+    ids = np.array([np.frombuffer(ident(n), np.uint8) for n in (1, 2, 3)])
+    snapshot = Snapshot(layout, {}, {}, {0: ids}, packs=("p1", "p2"))
+    known = {ident(1): ("p1",), ident(2): ("p1", "p3")}
+    table = ChunkTable.from_snapshot(snapshot, lambda chunk: known.get(chunk, ()))
+    assert [table.id(0, c) for c in range(3)] == [ident(1), ident(2), ident(3)]
+    assert table.packs() == {"p1", "p2", "p3"}  # chunk 3 is unknown: all packs of the step
+    table = table.derive(layout)
+    table.set(0, 2, ident(4), ("p4",))
+    assert table.packs() == {"p1", "p3", "p4"}
+
+
+def test_unchanged_saves_cost_no_memory() -> None:
+    layout = layout_of(a=1000 * CHUNK)
+    table = ChunkTable(layout)
+    for chunk in range(1000):
+        table.set(0, chunk, ident(chunk), (f"p{chunk % 3}",))
+    table.freeze()
+    arrays = Counter[int]()
+    for _ in range(50):
+        table = table.derive(layout)
+        table.freeze()
+        arrays[id(table.chunks[0])] += 1
+    assert len(arrays) == 1
