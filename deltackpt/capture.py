@@ -2,14 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+from deltackpt_store.errors import InvalidInputError
+from deltackpt_store.manifest import Layout
 from torch import Tensor
 
-from deltackpt.extents import BufferPool, Source
-from deltackpt_store.manifest import Layout
+from . import extents, params, rng
+from .extents import BufferPool, Source
+from .nodes import ChangedError, Leaves
+from .tree import Tree, Walker
+from .values import encode
+
+__all__ = ["BufferPool", "Capture", "LivePredicate", "Source", "capture", "describe"]
+
+LivePredicate = Callable[[str, Tensor], bool]
+RNG_KEY, PARAMS_KEY = "#rng", "#params"
+
+
+@dataclass(frozen=True, slots=True)
+class _Compiled:
+    """What one capture lends the next: everything about the state but values and addresses.
+
+    `owned`: per optimizer, the tensor leaf behind each parameter index (-1: none). `constant`:
+    object slots whose documents follow from the layout ("#params").
+    """
+
+    tree: Tree
+    plan: extents.Plan
+    layout: Layout
+    chunk_bytes: int
+    live: LivePredicate | None
+    owned: list[list[int]]
+    names: dict[str, list[str | None]]
+    constant: dict[int, bytes]
+    state_bytes: int
 
 
 @dataclass(slots=True)
@@ -29,6 +58,9 @@ class Capture:
     inline: dict[int, bytes]
     sources: dict[int, Source]
     state_bytes: int
+    _compiled: _Compiled
+    _pool: BufferPool
+    _buffers: list[Tensor] = field(default_factory=lambda: list[Tensor]())
 
     def release(self) -> None:
         """Give private copies back to the pool and drop all tensors: call once all is staged.
@@ -36,7 +68,10 @@ class Capture:
         May be called from any thread, more than once. After it no `Source.data` may be read. The
         layout stays usable, also as `previous`.
         """
-        raise NotImplementedError
+        buffers, self._buffers = self._buffers, []
+        self.sources = {}
+        for buffer in buffers:
+            self._pool.give(buffer)
 
 
 def capture(
@@ -45,7 +80,7 @@ def capture(
     chunk_bytes: int,
     rng: bool = True,
     overlap: bool = True,
-    live: Callable[[str, Tensor], bool] | None = None,
+    live: LivePredicate | None = None,
     previous: Capture | None = None,
     pool: BufferPool | None = None,
 ) -> Capture:
@@ -55,15 +90,152 @@ def capture(
     tensors, and only when `overlap` is on and an optimizer is in the state. A parameter counts
     when a captured optimizer owns it, or when it is frozen (requires_grad False) beside owned ones
     in one module; all else (buffers, EMA copies, loose tensors) is copied before this returns.
-    `live(path, tensor)` replaces that rule for tensors when given.
+    `live(path, tensor)` replaces that rule when given; it is asked when the layout is planned.
     `previous` lends its layout when the tree has not changed. Nothing of `state` is stepped,
-    mutated or kept beyond what `Source` says.
+    mutated or kept beyond what `Source` says. On CUDA, copies are ordered on the current stream.
     Raises `InvalidInputError` (kind "unsupported-value", context "path") before anything else
     happens when a value cannot be represented.
     """
-    raise NotImplementedError
+    whole = _whole(state, rng)
+    found: _Found | None = None
+    if previous is not None:
+        compiled = previous._compiled  # pyright: ignore[reportPrivateUsage]
+        if compiled.chunk_bytes == chunk_bytes and compiled.live == live:
+            found = _find_again(compiled, whole)
+    if found is None:
+        found = _find(whole, chunk_bytes, live)
+    compiled, leaves, measured = found
+    tree = compiled.tree
+    documents: dict[int, bytes] = {
+        slot: encode(value, tree.paths[slot])
+        for slot, value in zip(tree.object_slots, leaves.objects, strict=True)
+        if slot not in compiled.constant
+    }
+    documents.update(compiled.constant)
+    pool = pool if pool is not None else BufferPool()
+    inline, sources, buffers = compiled.plan.take(
+        leaves.tensors, measured, overlap=overlap, pool=pool
+    )
+    return Capture(
+        compiled.layout, documents, inline, sources, compiled.state_bytes, compiled, pool, buffers
+    )
 
 
 def describe(state: Mapping[Any, Any], *, chunk_bytes: int = 1 << 18, rng: bool = True) -> Layout:
     """The layout that :func:`capture` would record, without copying or encoding values."""
-    raise NotImplementedError
+    return _find(_whole(state, rng), chunk_bytes, None)[0].layout
+
+
+def _whole(state: Mapping[Any, Any], with_rng: bool) -> dict[Any, Any]:
+    """`state` with the library's own entries, but "#params", which comes last."""
+    for key in state:
+        if isinstance(key, str) and key.startswith("#"):
+            raise InvalidInputError(
+                f"the key {key!r} cannot be used: top-level names with '#' are the library's own",
+                kind="reserved-key",
+                hint="rename it",
+                path=key,
+            )
+    whole: dict[Any, Any] = dict(state)
+    if with_rng:
+        whole[RNG_KEY] = rng.collect()
+    return whole
+
+
+_Found = tuple[_Compiled, Leaves, extents.Probe]
+
+
+class _Names:
+    """The "#params" entry: asked for its state last, when all optimizers have been met."""
+
+    def __init__(self, leaves: Leaves, names: Callable[[], dict[str, list[str | None]]]) -> None:
+        self.leaves = leaves
+        self._names = names
+
+    def state_dict(self) -> dict[str, list[str | None]]:
+        return self._names()
+
+
+def _owned(leaves: Leaves) -> list[list[int]]:
+    """Per optimizer, the index of the tensor leaf of each parameter; -1 for none."""
+    if not leaves.optimizers:
+        return []
+    count = len(leaves.tensors)
+    index = dict(zip(map(id, reversed(leaves.tensors)), range(count - 1, -1, -1), strict=True))
+    return [
+        [index.get(id(p), -1) for p in params.parameters_of(optimizer)]
+        for optimizer in leaves.optimizers
+    ]
+
+
+def _find_again(compiled: _Compiled, whole: dict[Any, Any]) -> _Found | None:
+    """The leaves of a state of the known form, or None when anything about it has changed."""
+    leaves, tree = Leaves(), compiled.tree
+
+    def names() -> dict[str, list[str | None]]:
+        if _owned(leaves) != compiled.owned:
+            raise ChangedError
+        if any(-1 in indices for indices in compiled.owned):
+            return params.optimizer_names(tree.module_paths, tree.optimizer_paths, leaves)
+        return compiled.names
+
+    whole[PARAMS_KEY] = _Names(leaves, names)
+    if not tree.collect(whole, leaves):
+        return None
+    try:
+        measured = extents.probe(tree.tensor_paths, leaves.tensors)
+    except InvalidInputError:
+        return None
+    if not compiled.plan.fits(measured):
+        return None
+    compiled.plan.check_memory(tree.tensor_paths, leaves.tensors, measured)
+    return compiled, leaves, measured
+
+
+def _find(whole: dict[Any, Any], chunk_bytes: int, live: LivePredicate | None) -> _Found:
+    """Walk, refuse what cannot be saved, and plan anew."""
+    walker = Walker()
+    leaves = walker.leaves
+    known: dict[str, list[str | None]] = {}
+
+    def names() -> dict[str, list[str | None]]:
+        known.update(params.optimizer_names(walker.module_paths, walker.optimizer_paths, leaves))
+        return known
+
+    whole[PARAMS_KEY] = _Names(leaves, names)
+    tree = walker.tree(whole)
+    paths = tree.tensor_paths
+    measured = extents.probe(paths, leaves.tensors)
+    if live is not None:
+        alive = [live(path, t) for path, t in zip(paths, leaves.tensors, strict=True)]
+    else:
+        alive = _live(tree, leaves)
+    plan = extents.plan(
+        paths, tree.tensor_slots, leaves.tensors, measured, live=alive, chunk_bytes=chunk_bytes
+    )
+    layout = Layout(tree.structure, tree.paths, plan.views, plan.specs, tree.object_slots)
+    constant = {
+        slot: encode(value)
+        for slot, value in zip(tree.object_slots, leaves.objects, strict=True)
+        if tree.paths[slot].startswith(f"{PARAMS_KEY}/")
+    }
+    size = sum(spec.nbytes for spec in plan.specs)
+    compiled = _Compiled(
+        tree, plan, layout, chunk_bytes, live, _owned(leaves), known, constant, size
+    )
+    return compiled, leaves, measured
+
+
+def _live(tree: Tree, leaves: Leaves) -> Sequence[bool]:
+    """The rule of :func:`capture`: what only an optimizer's step changes."""
+    owned = {id(p) for optimizer in leaves.optimizers for p in params.parameters_of(optimizer)}
+    pairs = list(zip(tree.origins, leaves.tensors, strict=True))
+    trained = {o.owner for o, t in pairs if o.kind == "parameter" and id(t) in owned}
+    return [
+        origin.kind == "moment"
+        or (
+            origin.kind == "parameter"
+            and (id(t) in owned or (not t.requires_grad and origin.owner in trained))
+        )
+        for origin, t in pairs
+    ]

@@ -18,11 +18,11 @@ from deltackpt_store.manifest import ExtentSpec, TensorView
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from deltackpt import spans
-from deltackpt.buffers import BufferPool
-from deltackpt.tensors import refuse_unsupported
-from deltackpt.values import dtype_name
-from deltackpt.views import dress, rebuild
+from . import spans
+from .buffers import BufferPool
+from .tensors import refuse_unsupported
+from .values import dtype_name
+from .views import dress, rebuild
 
 __all__ = ["BufferPool", "Source", "dress", "dtype_name", "plan", "probe", "rebuild"]
 

@@ -1,21 +1,286 @@
-"""The state tree: containers as structure nodes, tensors and plain values as numbered leaves."""
+"""The state tree: containers as structure nodes, tensors and plain values as numbered leaves.
+
+`flatten` walks a state once and compiles what it saw; `Tree.collect` walks the next state along
+the same lines, several times faster, and notices any difference in keys, types or lengths.
+`build` (from `building`) is the way back.
+
+A structure document is one msgpack node. An integer is a leaf slot; lists are
+
+=========== =====================================================================================
+d           ``[key, node]...`` (``od`` OrderedDict, optionally followed by the value node of its
+            `_metadata`; ``ctr`` Counter; ``dd`` with the factory's name before the pairs)
+l t         ``[nodes]`` (``dq`` deque with maxlen before the nodes)
+nt          module, qualified name, [fields], [nodes]
+coo         [shape], coalesced, slot of indices, slot of values, parameter, requires_grad
+csr csc     [shape], slot of compressed indices, slot of plain indices, slot of values, parameter,
+bsr bsc     requires_grad
+np          slot of the bytes (a uint8 tensor), dtype description, [shape]
+=========== =====================================================================================
+
+Lists, tuples and deques of nothing but scalars, sets, small arrays and scalars are object leaves.
+Keys are value nodes (see deltackpt_store.values).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+import logging
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+import numpy as np
+import torch
+from deltackpt_store.errors import InvalidInputError
+from deltackpt_store.values import (
+    MAX_DEPTH,
+    dtype_description,
+    encode_node,
+    is_namedtuple,
+    refuse,
+)
+from torch import Tensor, nn
 
-def build(
-    structure: bytes, leaf: Callable[[int], Any], *, keep: Container[int] | None = None
-) -> Any:
-    """The nested state that `structure` describes, each leaf being ``leaf(slot)``.
+from .building import SPARSE_TAGS, build
+from .nodes import (
+    MAPPINGS,
+    OBJECT,
+    SEQUENCES,
+    TENSOR,
+    ArrayNode,
+    ChangedError,
+    Kid,
+    Leaves,
+    MappingNode,
+    Origin,
+    SequenceNode,
+    SparseNode,
+    StatefulNode,
+    array_bytes,
+    collect_items,
+    extra_of,
+    is_object,
+    kind_of,
+    sparse_facts,
+    sparse_parts,
+    state_of,
+)
+from .paths import join, segments
+from .tensors import PLAIN, refuse_unsupported
 
-    `leaf` gets a slot (index into `Layout.paths`) and returns a tensor (for slots of
-    `Layout.tensors`, e.g. ``extents.rebuild``) or a decoded value. It is called once per slot.
-    With `keep`, slots outside of it are left out: dict entries without any kept leaf vanish, and
-    list, tuple and namedtuple items that are not kept become None.
-    Sparse tensors and large NumPy arrays are put together here from the tensors of their parts.
-    Raises `CorruptionError` (kind "structure") for a malformed document.
+__all__ = ["Leaves", "Origin", "Tree", "Walker", "build", "flatten"]
+
+_log = logging.getLogger("deltackpt.tree")
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """The compiled form of a state; holds no value of it.
+
+    `tensor_slots` and `object_slots` number the leaves of :class:`Leaves`; `origins` has one entry
+    per tensor. `module_paths`, `optimizer_paths`: paths of the objects in `Leaves`.
     """
-    raise NotImplementedError
+
+    structure: bytes
+    paths: tuple[str, ...]
+    tensor_slots: tuple[int, ...]
+    object_slots: tuple[int, ...]
+    origins: tuple[Origin, ...]
+    module_paths: tuple[str, ...]
+    optimizer_paths: tuple[str, ...]
+    root: Kid
+
+    @property
+    def tensor_paths(self) -> list[str]:
+        """The path of each tensor leaf."""
+        return [self.paths[slot] for slot in self.tensor_slots]
+
+    def collect(self, state: Mapping[Any, Any], out: Leaves) -> bool:
+        """Append the leaves of `state` to `out`; False when its form differs (`out` is then void).
+
+        Calls each `state_dict` at most once.
+        """
+        try:
+            collect_items((self.root,), (state,), out)
+        except (ChangedError, InvalidInputError):
+            return False
+        return True
+
+
+def flatten(state: Mapping[Any, Any]) -> tuple[Tree, Leaves]:
+    """Walk `state`: its compiled form and its leaves, nothing copied yet.
+
+    Raises `InvalidInputError` (kind "unsupported-value", context "path") for what has no portable
+    form, for containers that contain themselves and for more than 64 levels.
+    """
+    walker = Walker()
+    return walker.tree(dict(state)), walker.leaves
+
+
+class Walker:
+    """One walk that compiles as it goes. Slots are given in walking order.
+
+    `leaves`, `module_paths` and `optimizer_paths` may be looked at during the walk.
+    """
+
+    def __init__(self) -> None:
+        self.leaves = Leaves()
+        self.paths: list[str] = []
+        self.tensor_slots: list[int] = []
+        self.object_slots: list[int] = []
+        self.origins: list[Origin] = []
+        self.module_paths: list[str] = []
+        self.optimizer_paths: list[str] = []
+        self._inside: dict[int, str] = {}
+
+    def tree(self, state: dict[Any, Any]) -> Tree:
+        """Walk `state`; see :func:`flatten`. A walker walks once."""
+        node, kid = self.walk(state, "", 0)
+        return Tree(
+            msgspec.msgpack.encode(node), tuple(self.paths), tuple(self.tensor_slots),
+            tuple(self.object_slots), tuple(self.origins), tuple(self.module_paths),
+            tuple(self.optimizer_paths), kid,
+        )  # fmt: skip
+
+    def walk(
+        self, value: Any, path: str, depth: int, origin: Origin | None = None
+    ) -> tuple[Any, Kid]:
+        kind = kind_of(value)
+        if issubclass(kind, Tensor):
+            return self._tensor(value, path, origin or Origin())
+        if is_object(value):
+            self.object_slots.append(len(self.paths))
+            self.paths.append(path)
+            self.leaves.objects.append(value)
+            return self.object_slots[-1], OBJECT
+        if kind is np.ndarray:
+            return self._array(value, path)
+        if kind in MAPPINGS or kind in SEQUENCES or is_namedtuple(kind):
+            return self._guarded(value, path, depth, origin, self._container)
+        if callable(getattr(value, "state_dict", None)) and not isinstance(value, type):
+            return self._guarded(value, path, depth, origin, self._stateful)
+        if isinstance(value, torch.Generator):
+            raise refuse(path, "is a torch.Generator", "save generator.get_state() instead")
+        encode_node(value, path)  # raises, saying what is wrong with it
+        raise refuse(path, f"is of type {kind.__qualname__}", "save plain values from it")
+
+    def _guarded(
+        self,
+        value: Any,
+        path: str,
+        depth: int,
+        origin: Origin | None,
+        walk: Callable[[Any, str, int, Origin | None], tuple[Any, Kid]],
+    ) -> tuple[Any, Kid]:
+        if depth > MAX_DEPTH:
+            raise refuse(path, f"nests deeper than {MAX_DEPTH} levels", "flatten it")
+        if id(value) in self._inside:
+            outer = self._inside[id(value)]
+            raise refuse(path, f"is the value at {outer!r}, which contains it", "break the cycle")
+        self._inside[id(value)] = path
+        try:
+            return walk(value, path, depth, origin)
+        finally:
+            del self._inside[id(value)]
+
+    def _container(
+        self, value: Any, path: str, depth: int, origin: Origin | None
+    ) -> tuple[Any, Kid]:
+        kind = kind_of(value)
+        if kind in MAPPINGS:
+            return self._mapping(value, path, depth, origin)
+        fields: Sequence[str] = value._fields if is_namedtuple(kind) else ()
+        compiled = SequenceNode(value)
+        nodes: list[Any] = []
+        for i, item in enumerate(value):
+            name = segments([fields[i]])[0] if fields else str(i)
+            node, kid = self.walk(item, f"{path}/{name}", depth + 1, origin)
+            nodes.append(node)
+            compiled.kids.append(kid)
+        if fields:
+            return ["nt", kind.__module__, kind.__qualname__, list(fields), nodes], compiled
+        if kind is deque:
+            return ["dq", value.maxlen, nodes], compiled
+        return [SEQUENCES[kind], nodes], compiled
+
+    def _mapping(self, value: Any, path: str, depth: int, origin: Origin | None) -> tuple[Any, Kid]:
+        kind = kind_of(value)
+        keys: list[Any] = list(value)
+        names = segments(keys)
+        places = [join(path, name, top=depth == 0) for name in names]
+        nodes = [encode_node(k, place) for k, place in zip(keys, places, strict=True)]
+        compiled = MappingNode(value, nodes, extra_of(value))
+        pairs: list[Any] = []
+        for key, key_node, place in zip(keys, nodes, places, strict=True):
+            item = value[key]
+            node, kid = self.walk(item, place, depth + 1, _inherit(origin, key, item))
+            pairs.append([key_node, node])
+            compiled.kids.append(kid)
+        compiled.tensors = all(kid is TENSOR for kid in compiled.kids)
+        if kind is defaultdict:
+            factory = encode_node(defaultdict[Any, Any](value.default_factory), path)[1]
+            return ["dd", factory, pairs], compiled
+        tagged = [MAPPINGS[kind], pairs]
+        if kind is OrderedDict and compiled.extra is not None:
+            try:
+                tagged.append(encode_node(compiled.extra, path))
+            except InvalidInputError as error:
+                _log.warning("the metadata of the state_dict at %r is not saved: %s", path, error)
+        return tagged, compiled
+
+    def _stateful(
+        self, value: Any, path: str, depth: int, origin: Origin | None
+    ) -> tuple[Any, Kid]:
+        inside: Origin | None = None
+        if isinstance(value, nn.Module):
+            inside = Origin("module", len(self.leaves.modules))
+            self.leaves.modules.append(value)
+            self.module_paths.append(path)
+        elif isinstance(value, torch.optim.Optimizer):
+            inside = Origin("optimizer", len(self.leaves.optimizers))
+            self.leaves.optimizers.append(value)
+            self.optimizer_paths.append(path)
+        compiled = StatefulNode(kind_of(value))
+        node, compiled.kid = self.walk(state_of(value), path, depth + 1, inside)
+        return node, compiled
+
+    def _tensor(self, tensor: Tensor, path: str, origin: Origin) -> tuple[Any, Kid]:
+        if type(tensor) in PLAIN and tensor.layout in SPARSE_TAGS:
+            return self._sparse(tensor, path)
+        refuse_unsupported(path, tensor)
+        return self._slot(tensor, path, origin), TENSOR
+
+    def _slot(self, tensor: Tensor, path: str, origin: Origin) -> int:
+        self.tensor_slots.append(len(self.paths))
+        self.paths.append(path)
+        self.leaves.tensors.append(tensor)
+        self.origins.append(origin)
+        return self.tensor_slots[-1]
+
+    def _sparse(self, tensor: Tensor, path: str) -> tuple[Any, Kid]:
+        slots: list[int] = []
+        for name, part in sparse_parts(tensor).items():
+            refuse_unsupported(f"{path}/{name}", part)
+            slots.append(self._slot(part, f"{path}/{name}", Origin()))
+        layout, shape, coalesced, kind, requires_grad = sparse_facts(tensor)
+        head = [SPARSE_TAGS[layout], list(shape)] + ([] if coalesced is None else [coalesced])
+        return [*head, *slots, kind is nn.Parameter, requires_grad], SparseNode(tensor)
+
+    def _array(self, array: np.ndarray[Any, Any], path: str) -> tuple[Any, Kid]:
+        try:
+            described = dtype_description(array.dtype)
+        except InvalidInputError as error:
+            raise refuse(path, error.message, error.hint or "") from None
+        slot = self._slot(array_bytes(array), path, Origin())
+        return ["np", slot, described, list(array.shape)], ArrayNode(array)
+
+
+def _inherit(origin: Origin | None, key: Any, item: Any) -> Origin | None:
+    """What kind of tensor the entry `key` is, inside the state_dict of a module or optimizer."""
+    if origin is None or origin.kind in ("parameter", "moment"):
+        return origin
+    if origin.kind == "module":
+        parameter = type(item) is nn.Parameter
+        return Origin("parameter", origin.owner, str(key)) if parameter else None
+    return Origin("moment", origin.owner) if key == "state" else None

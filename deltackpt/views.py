@@ -7,8 +7,8 @@ from deltackpt_store.errors import CorruptionError
 from deltackpt_store.manifest import TensorView
 from torch import Tensor, nn
 
-from deltackpt.tensors import QUANTIZED
-from deltackpt.values import dtype_from_name
+from .tensors import QUANTIZED
+from .values import dtype_from_name
 
 
 def rebuild(view: TensorView, memory: Tensor) -> Tensor:

@@ -59,13 +59,14 @@ from deltackpt_store.values_decode import (
     MalformedError,
     Placeholder,
     decode,
+    decode_node,
     read_dtype,
 )
 
 __all__ = [
-    "MAX_DEPTH", "MAX_DOCUMENT_BYTES", "Placeholder", "decode", "dtype_description",
-    "dtype_from_description", "encode", "factory_name", "is_namedtuple", "is_scalar", "is_value",
-    "make_defaultdict", "refuse", "register",
+    "MAX_DEPTH", "MAX_DOCUMENT_BYTES", "Placeholder", "decode", "decode_node",
+    "dtype_description", "dtype_from_description", "encode", "encode_node", "is_namedtuple",
+    "is_scalar", "is_value", "make_defaultdict", "refuse", "register",
 ]  # fmt: skip
 
 _NATIVE: frozenset[type] = frozenset((type(None), bool, int, float, str, bytes))
@@ -91,12 +92,9 @@ def encode(value: object, path: str = "") -> bytes:
     portable form, contains itself, nests deeper than `MAX_DEPTH` or exceeds `MAX_DOCUMENT_BYTES`.
     """
     try:
-        document = _pack(value if type(value) in _NATIVE else _encode(value, 0))
+        document = _pack(value if type(value) in _NATIVE else encode_node(value, path))
     except (OverflowError, UnicodeEncodeError):  # a native type beyond msgpack: int, surrogates
-        document = _pack(_encode(value, 0))
-    except _RefusedError as refusal:
-        where = "/".join([*([path] if path else []), *reversed(refusal.parts)])
-        raise refuse(where, refusal.reason, refusal.hint) from None
+        document = _pack(encode_node(value, path))
     if len(document) > MAX_DOCUMENT_BYTES:
         raise refuse(
             path,
@@ -104,6 +102,15 @@ def encode(value: object, path: str = "") -> bytes:
             "hold large data in a tensor or a NumPy array",
         )
     return document
+
+
+def encode_node(value: object, path: str = "") -> Any:
+    """`value` as the msgpack-ready node that :func:`encode` packs, to be part of a larger one."""
+    try:
+        return _encode(value, 0)
+    except _RefusedError as refusal:
+        where = "/".join([*([path] if path else []), *reversed(refusal.parts)])
+        raise refuse(where, refusal.reason, refusal.hint) from None
 
 
 def refuse(path: str, reason: str, hint: str) -> InvalidInputError:
@@ -262,11 +269,10 @@ def _encode_pairs(value: dict[Any, Any], depth: int) -> list[list[Any]]:
 
 
 def _encode_defaultdict(value: defaultdict[Any, Any], depth: int) -> list[Any]:
-    return ["dd", factory_name(value), _encode_pairs(value, depth)]
+    return ["dd", _factory_name(value), _encode_pairs(value, depth)]
 
 
-def factory_name(value: defaultdict[Any, Any]) -> str | None:
-    """Name of the builtin default factory; a refusal for any other factory."""
+def _factory_name(value: defaultdict[Any, Any]) -> str | None:
     factory = value.default_factory
     if factory is None:
         return None

@@ -68,8 +68,19 @@ def decode(document: bytes | bytearray | memoryview, path: str = "") -> Any:
     try:
         if len(document) > MAX_DOCUMENT_BYTES:
             raise MalformedError(f"{len(document)} bytes exceed the limit of {MAX_DOCUMENT_BYTES}")
-        return _decode(msgspec.msgpack.decode(document), 0)
-    except (MalformedError, msgspec.DecodeError, RecursionError) as error:
+        node = msgspec.msgpack.decode(document)
+    except (MalformedError, msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise CorruptionError(
+            f"malformed value at {path!r}: {error}", kind="value", path=path
+        ) from None
+    return node if type(node) in _NATIVE else decode_node(node, path)
+
+
+def decode_node(node: Any, path: str = "") -> Any:
+    """The value of a node that is part of a larger msgpack document; errors as :func:`decode`."""
+    try:
+        return _decode(node, 0)
+    except (MalformedError, RecursionError) as error:
         raise CorruptionError(
             f"malformed value at {path!r}: {error}", kind="value", path=path
         ) from None

@@ -1,0 +1,245 @@
+"""Compiled containers of a state tree: they walk the next state along known lines.
+
+Each node appends the leaves of a value of the same form, and raises `ChangedError` at the first
+difference in keys, key types, lengths or kinds of leaf.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import numpy as np
+import torch
+from deltackpt_store.values import encode_node, is_scalar, is_value
+from torch import Tensor, nn
+
+from .tensors import PLAIN
+
+ARRAY_BYTES = 64 << 10
+"""NumPy arrays above this many bytes are cut into chunks like tensors; smaller ones are objects."""
+
+MAPPINGS: dict[type, str] = {dict: "d", OrderedDict: "od", Counter: "ctr", defaultdict: "dd"}
+SEQUENCES: dict[type, str] = {list: "l", tuple: "t", deque: "dq"}
+_value = functools.lru_cache(1024)(is_value)
+_scalar = functools.lru_cache(1024)(is_scalar)
+TENSOR, OBJECT = "tensor", "object"
+_SIMPLE_KEYS = frozenset((str, int, bool, type(None)))
+
+
+class ChangedError(Exception):
+    """The state is not of the compiled form any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a tensor leaf was found: a module's parameter, an optimizer's state, or elsewhere.
+
+    `owner` is the index into `Leaves.modules` or `Leaves.optimizers`; `name` a parameter's key.
+    """
+
+    kind: str = ""
+    owner: int = -1
+    name: str = ""
+
+
+@dataclass(slots=True)
+class Leaves:
+    """The values of one walk, in slot order among tensors and among objects. Nothing is copied.
+
+    `modules` and `optimizers`: those met, with their paths only in :class:`Tree`.
+    """
+
+    tensors: list[Tensor] = field(default_factory=lambda: list[Tensor]())
+    objects: list[Any] = field(default_factory=lambda: list[Any]())
+    modules: list[nn.Module] = field(default_factory=lambda: list[nn.Module]())
+    optimizers: list[Any] = field(default_factory=lambda: list[Any]())
+
+
+class _Node:
+    """A compiled container: appends the leaves of a value of the same form."""
+
+    def collect(self, value: Any, out: Leaves) -> None:
+        raise NotImplementedError
+
+
+Kid = str | _Node  # TENSOR, OBJECT or a container
+
+
+def is_object(value: Any) -> bool:
+    kind = kind_of(value)
+    if kind is np.ndarray:
+        return value.nbytes <= ARRAY_BYTES or value.dtype.hasobject
+    if _value(kind):
+        return True
+    return kind in SEQUENCES and all(_scalar(k) for k in set(map(type, value)))
+
+
+def collect_items(kids: Sequence[Kid], items: Sequence[Any], out: Leaves) -> None:
+    for kid, item in zip(kids, items, strict=True):
+        if kid is TENSOR:
+            if type(item) not in PLAIN:
+                raise ChangedError
+            out.tensors.append(item)
+        elif kid is OBJECT:
+            if not is_object(item):
+                raise ChangedError
+            out.objects.append(item)
+        else:
+            cast("_Node", kid).collect(item, out)
+
+
+class MappingNode(_Node):
+    __slots__ = ("extra", "keys", "kids", "kind", "nodes", "tensors", "types")
+
+    def __init__(self, value: Any, nodes: list[Any], extra: Any) -> None:
+        self.kind = kind_of(value)
+        self.keys = list(value)
+        self.types = list(map(type, value))
+        self.nodes = nodes if not set(self.types) <= _SIMPLE_KEYS else None
+        self.extra = extra
+        self.kids: list[Kid] = []
+        self.tensors = False
+
+    def collect(self, value: Any, out: Leaves) -> None:
+        if (
+            type(value) is not self.kind
+            or list(value) != self.keys
+            or list(map(type, value)) != self.types
+            or extra_of(value) != self.extra
+        ):
+            raise ChangedError
+        if self.nodes is not None and [encode_node(key) for key in value] != self.nodes:
+            raise ChangedError
+        items = list(value.values())
+        if self.tensors and set(map(type, items)) <= PLAIN:
+            out.tensors += items
+        else:
+            collect_items(self.kids, items, out)
+
+
+class SequenceNode(_Node):
+    __slots__ = ("kids", "kind", "maxlen")
+
+    def __init__(self, value: Any) -> None:
+        self.kind = kind_of(value)
+        self.maxlen: int | None = getattr(value, "maxlen", None)
+        self.kids: list[Kid] = []
+
+    def collect(self, value: Any, out: Leaves) -> None:
+        if (
+            type(value) is not self.kind
+            or len(value) != len(self.kids)
+            or getattr(value, "maxlen", None) != self.maxlen
+            or is_object(value)
+        ):
+            raise ChangedError
+        collect_items(self.kids, value, out)
+
+
+class StatefulNode(_Node):
+    __slots__ = ("kid", "kind")
+
+    def __init__(self, kind: type) -> None:
+        self.kind = kind
+        self.kid: Kid = OBJECT
+
+    def collect(self, value: Any, out: Leaves) -> None:
+        if type(value) is not self.kind:
+            raise ChangedError
+        if isinstance(value, nn.Module):
+            out.modules.append(value)
+        elif isinstance(value, torch.optim.Optimizer):
+            out.optimizers.append(value)
+        collect_items((self.kid,), (state_of(value),), out)
+
+
+class SparseNode(_Node):
+    __slots__ = ("facts",)
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.facts = sparse_facts(tensor)
+
+    def collect(self, value: Any, out: Leaves) -> None:
+        if type(value) not in PLAIN or sparse_facts(value) != self.facts:
+            raise ChangedError
+        out.tensors += sparse_parts(value).values()
+
+
+class ArrayNode(_Node):
+    __slots__ = ("dtype", "shape")
+
+    def __init__(self, array: np.ndarray[Any, Any]) -> None:
+        self.dtype = array.dtype
+        self.shape = array.shape
+
+    def collect(self, value: Any, out: Leaves) -> None:
+        if type(value) is not np.ndarray or (value.dtype, value.shape) != (self.dtype, self.shape):
+            raise ChangedError
+        out.tensors.append(array_bytes(value))
+
+
+def kind_of(value: Any) -> type[Any]:
+    """``type(value)``, without what a type checker may have inferred about it."""
+    return cast(Any, type)(value)
+
+
+def state_of(value: Any) -> Any:
+    """``value.state_dict()``; a module's with its Parameter objects in place of plain tensors."""
+    if not isinstance(value, nn.Module):
+        return value.state_dict()
+    if type(value).state_dict is nn.Module.state_dict and "state_dict" not in vars(value):
+        return value.state_dict(keep_vars=True)
+    entries: Any = value.state_dict()
+    if type(entries) not in (dict, OrderedDict):
+        return entries
+    parameters = dict(value.named_parameters(remove_duplicate=False))
+    for key, item in list(entries.items()):
+        parameter = parameters.get(key)
+        if parameter is not None and type(item) is Tensor and _same_memory(item, parameter):
+            entries[key] = parameter
+    return entries
+
+
+def _same_memory(a: Tensor, b: Tensor) -> bool:
+    return (
+        a.layout == b.layout == torch.strided
+        and (a.dtype, a.shape, a.stride(), a.device) == (b.dtype, b.shape, b.stride(), b.device)
+        and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+        and a.storage_offset() == b.storage_offset()
+    )
+
+
+def sparse_facts(tensor: Tensor) -> tuple[Any, ...]:
+    coalesced = tensor.is_coalesced() if tensor.layout == torch.sparse_coo else None
+    return tensor.layout, tuple(tensor.shape), coalesced, type(tensor), tensor.requires_grad
+
+
+def sparse_parts(tensor: Tensor) -> dict[str, Tensor]:
+    """The dense tensors that a sparse one consists of, by name."""
+    t: Any = tensor.detach()
+    if t.layout == torch.sparse_coo:
+        return {"indices": t._indices(), "values": t._values()}
+    if t.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return {"crow_indices": t.crow_indices(), "col_indices": t.col_indices(),
+                "values": t.values()}  # fmt: skip
+    return {"ccol_indices": t.ccol_indices(), "row_indices": t.row_indices(),
+            "values": t.values()}  # fmt: skip
+
+
+def array_bytes(array: np.ndarray[Any, Any]) -> Tensor:
+    """The array's bytes in C order (a copy unless it is contiguous and writable)."""
+    if not (array.flags.c_contiguous and array.flags.writeable):
+        array = np.array(array, order="C")
+    return cast(Any, torch).from_numpy(array.reshape(-1).view(np.uint8))
+
+
+def extra_of(value: Any) -> Any:
+    """What a mapping holds besides its items."""
+    kind = kind_of(value)
+    if kind is OrderedDict:
+        return getattr(value, "_metadata", None)
+    return value.default_factory if kind is defaultdict else None
