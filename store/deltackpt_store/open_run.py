@@ -8,7 +8,7 @@ from threading import Event
 
 from deltackpt_store.errors import DeltackptError
 from deltackpt_store.fileio import FileIO, make_directories
-from deltackpt_store.index import MemoryIndex, list_packs, refresh
+from deltackpt_store.lmdb_index import open_index
 from deltackpt_store.names import check_name
 from deltackpt_store.oserror import storage_error
 from deltackpt_store.protocol import Hello, ToTrainer
@@ -47,18 +47,10 @@ def open_session(
             raise
         raise storage_error(error, "write to the run", directory) from error
     try:
-        index = MemoryIndex()
-        refresh(index, store.io, store.path, _packs(store), store_uuid=store.uuid)
+        index = open_index(store)
         session = RunWriter(store, hello, ring, index=index, lock=lock, send=send)
     except BaseException:
         lock.release()
         raise
     send(session.ready())
     return session
-
-
-def _packs(store: Store) -> list[str]:
-    try:
-        return list_packs(store.io, store.path)
-    except OSError as error:
-        raise storage_error(error, "list the packs of", store.path) from error

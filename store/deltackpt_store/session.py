@@ -25,7 +25,7 @@ from deltackpt_store.errors import (
     StateError,
     to_wire,
 )
-from deltackpt_store.index import ChunkIndex
+from deltackpt_store.index import ChunkIndex, MemoryIndex, refresh
 from deltackpt_store.layout_check import check_layout
 from deltackpt_store.lineage import Lineage
 from deltackpt_store.manifest import Layout
@@ -36,7 +36,7 @@ from deltackpt_store.ring import Ring
 from deltackpt_store.runlock import RunLock
 from deltackpt_store.store import Store
 from deltackpt_store.store_writer import Put, StoreWriter
-from deltackpt_store.tables import ChunkTable
+from deltackpt_store.tables import ChunkTable, packs_of
 
 _log = logging.getLogger("deltackpt.writer")
 
@@ -108,10 +108,8 @@ class RunWriter:
         """Drop what is not committed and let the run go. Nothing is sent."""
         try:
             self._writer.close()
-            close = getattr(self._index, "close", None)
-            if close is not None:
-                close()
         finally:
+            self._index.close()
             self._lock.release()
 
     def ready(self) -> protocol.Ready:
@@ -170,23 +168,15 @@ class RunWriter:
             )
         commit = self._store.read_commit(*key)
         snapshot = self._store.snapshot(commit)
-        table = ChunkTable.from_snapshot(snapshot, self._packs_of)
+        # Footers, not the cache, say which pack holds what: a pack that is wrongly left out of a
+        # commit's closure could be deleted under it.
+        footers = MemoryIndex()
+        store = self._store
+        refresh(footers, store.io, store.path, snapshot.packs, store_uuid=store.uuid)
+        table = ChunkTable.from_snapshot(snapshot, footers)
         self._publisher.continue_from(commit, snapshot)
         self._keep_table(key, table)
         return table
-
-    def _packs_of(self, chunk_id: bytes) -> tuple[str, ...]:
-        """The packs that a stored chunk takes; empty when the index does not know them all."""
-        location = self._index.get(chunk_id)
-        if location is None:
-            return ()
-        packs = {location.pack}
-        for ref in location.refs:
-            more = self._packs_of(ref)
-            if not more:
-                return ()
-            packs.update(more)
-        return tuple(sorted(packs))
 
     # staging -----------------------------------------------------------------------------------
 
@@ -227,7 +217,7 @@ class RunWriter:
             return (put.pack,)
         packs = {put.pack}
         for ref in put.refs:
-            more = self._packs_of(ref)
+            more = packs_of(self._index, ref)  # the store writer has confirmed these entries
             if not more:
                 raise StateError(f"the packs of reference {ref.hex()} are not known")
             packs.update(more)

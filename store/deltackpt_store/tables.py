@@ -7,16 +7,12 @@ per chunk of those), and nothing accumulates from save to save.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-
 import numpy as np
 from numpy.typing import NDArray
 
+from deltackpt_store.index import ChunkIndex, MemoryIndex
 from deltackpt_store.manifest import ID_BYTES, Ids, Layout, Snapshot
 from deltackpt_store.protocol import extent_keys
-
-PackOf = Callable[[bytes], Iterable[str]]
-"""Chunk id -> the packs that restoring it takes (empty when unknown)."""
 
 _NOWHERE = 0
 
@@ -43,19 +39,26 @@ class ChunkTable:
                 self._add_empty(extent, spec.chunk_count)
 
     @classmethod
-    def from_snapshot(cls, snapshot: Snapshot, packs_of: PackOf) -> ChunkTable:
-        """The table of a committed step.
+    def from_snapshot(cls, snapshot: Snapshot, footers: MemoryIndex) -> ChunkTable:
+        """The table of a committed step; `footers` knows the packs of that step.
 
-        Chunks whose packs `packs_of` does not know are taken to need every pack of the step.
+        Chunks that are in none of them (a damaged footer) are taken to need every pack of the step.
         """
         table = cls(snapshot.layout)
         for extent, ids in snapshot.chunks.items():
-            data = ids.tobytes()
-            for row in range(len(ids)):
-                chunk_id = data[row * ID_BYTES : (row + 1) * ID_BYTES]
-                packs = tuple(packs_of(chunk_id)) or snapshot.packs
-                table.set(extent, row, chunk_id, packs)
-            table.chunks[extent] = ids
+            found = footers.find(ids)
+            plain = (found.packs >= 0) & (found.entries["refs"] == 0)
+            where = np.zeros(len(ids), np.uint32)
+            numbers = np.zeros(len(found.names), np.uint32)
+            for pack in map(int, np.unique(found.packs[plain])):
+                numbers[pack] = table._number((found.names[pack],))
+            where[plain] = numbers[found.packs[plain]]
+            for row in np.flatnonzero(~plain).tolist():
+                packs = packs_of(footers, ids[row].tobytes()) or snapshot.packs
+                where[row] = table._number(packs)
+            table._count(where)
+            table.chunks[extent], table._where[extent] = ids, where
+        table._missing = 0
         table.freeze()
         return table
 
@@ -80,9 +83,7 @@ class ChunkTable:
                 new._add_empty(extent, spec.chunk_count)
                 continue
             new.chunks[extent], new._where[extent] = self.chunks[source], self._where[source]
-            numbers, counts = np.unique(self._where[source], return_counts=True)
-            for number, count in zip(numbers.tolist(), counts.tolist(), strict=True):
-                new._counts[number] = new._counts.get(number, 0) + count
+            new._count(self._where[source])
         for number in [n for n in new._names if n not in new._counts]:
             new._drop(number)
         return new
@@ -100,11 +101,7 @@ class ChunkTable:
             self._where[extent] = self._where[extent].copy()
             self._own.add(extent)
         where = self._where[extent]
-        number = self._numbers.get(packs)
-        if number is None:
-            number, self._next = self._next, self._next + 1
-            self._numbers[packs] = number
-            self._names[number] = packs
+        number = self._number(packs)
         old = int(where[chunk])
         if old != number:
             if old == _NOWHERE:
@@ -145,5 +142,33 @@ class ChunkTable:
         self._own.add(extent)
         self._missing += count
 
+    def _number(self, packs: tuple[str, ...]) -> int:
+        """The number by which this table calls these packs."""
+        number = self._numbers.get(packs)
+        if number is None:
+            number, self._next = self._next, self._next + 1
+            self._numbers[packs] = number
+            self._names[number] = packs
+        return number
+
+    def _count(self, where: NDArray[np.uint32]) -> None:
+        numbers, counts = np.unique(where, return_counts=True)
+        for number, count in zip(numbers.tolist(), counts.tolist(), strict=True):
+            self._counts[number] = self._counts.get(number, 0) + count
+
     def _drop(self, number: int) -> None:
         del self._numbers[self._names.pop(number)]
+
+
+def packs_of(index: ChunkIndex, chunk_id: bytes) -> tuple[str, ...]:
+    """The packs that a stored chunk takes; empty when the index does not know them all."""
+    location = index.get(chunk_id)
+    if location is None:
+        return ()
+    packs = {location.pack}
+    for ref in location.refs:
+        more = packs_of(index, ref)
+        if not more:
+            return ()
+        packs.update(more)
+    return tuple(sorted(packs))

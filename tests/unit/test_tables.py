@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections import Counter
 
 import numpy as np
+from deltackpt_store.index import MemoryIndex
 from deltackpt_store.manifest import ExtentSpec, Layout, Snapshot, TensorView
+from deltackpt_store.pack import ENTRY_DTYPE, PackEntries
 from deltackpt_store.tables import ChunkTable
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -89,17 +91,42 @@ def test_a_new_layout_inherits_by_path_and_size_not_by_position() -> None:
     assert 3 not in new.chunks  # inline
 
 
+def footers_of(packs: dict[str, list[tuple[int, tuple[int, ...]]]]) -> MemoryIndex:
+    """An index of packs given as (chunk number, numbers of its references)."""
+    index = MemoryIndex()
+    for name, chunks in packs.items():
+        table = np.zeros(len(chunks), ENTRY_DTYPE)
+        for row, (number, refs) in enumerate(chunks):
+            table["id"][row] = np.frombuffer(ident(number), np.uint8)
+            table["refs"][row] = len(refs)
+        ids = [np.frombuffer(ident(r), np.uint8) for _, refs in chunks for r in refs]
+        index.add_pack(name, PackEntries(table, np.array(ids, np.uint8).reshape(-1, 32)))
+    return index
+
+
 def test_table_of_a_committed_step() -> None:
-    layout = layout_of(a=3 * CHUNK)
-    ids = np.array([np.frombuffer(ident(n), np.uint8) for n in (1, 2, 3)])
-    snapshot = Snapshot(layout, {}, {}, {0: ids}, packs=("p1", "p2"))
-    known = {ident(1): ("p1",), ident(2): ("p1", "p3")}
-    table = ChunkTable.from_snapshot(snapshot, lambda chunk: known.get(chunk, ()))
-    assert [table.id(0, c) for c in range(3)] == [ident(1), ident(2), ident(3)]
-    assert table.packs() == {"p1", "p2", "p3"}  # chunk 3 is unknown: all packs of the step
+    layout = layout_of(a=4 * CHUNK)
+    ids = np.array([np.frombuffer(ident(n), np.uint8) for n in (1, 2, 3, 2)])
+    snapshot = Snapshot(layout, {}, {}, {0: ids}, packs=("p1", "p2", "p3"))
+    table = ChunkTable.from_snapshot(
+        snapshot, footers_of({"p1": [(1, ()), (7, ())], "p3": [(2, (7,)), (3, ())]})
+    )
+    assert [table.id(0, c) for c in range(4)] == [ident(n) for n in (1, 2, 3, 2)]
+    assert table.packs() == {"p1", "p3"}
     table = table.derive(layout)
-    table.set(0, 2, ident(4), ("p4",))
-    assert table.packs() == {"p1", "p3", "p4"}
+    for chunk in (0, 1, 3):
+        table.set(0, chunk, ident(4), ("p4",))
+    assert table.packs() == {"p3", "p4"}  # p1 was needed by the references of chunk 2 only
+
+
+def test_chunks_in_no_known_pack_need_all_packs_of_the_step() -> None:
+    # A damaged footer must not make garbage collection think that its pack is not needed.
+    layout = layout_of(a=2 * CHUNK)
+    ids = np.array([np.frombuffer(ident(n), np.uint8) for n in (1, 2)])
+    snapshot = Snapshot(layout, {}, {}, {0: ids}, packs=("p1", "p2"))
+    table = ChunkTable.from_snapshot(snapshot, footers_of({"p1": [(1, ())]}))
+    assert table.packs() == {"p1", "p2"}
+    assert table.first_missing() is None
 
 
 def test_unchanged_saves_cost_no_memory() -> None:
