@@ -1,1 +1,1 @@
-"""deltackpt_tools: command line and inspection of a checkpoint store (no torch)."""
+"""Command line of deltackpt: look into a store, check it, take a step out of it. Knows no torch."""

@@ -1,0 +1,131 @@
+"""The ``deltackpt`` command: finds the subcommand, and turns errors into exit codes.
+
+Start-up matters more here than anywhere else (shell completion, scripts that call it per step), so
+this module imports click and nothing heavier; a subcommand's module is imported when it is called.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import sys
+from types import FrameType
+from typing import Any
+
+import click
+
+from deltackpt_tools.exits import Exit, exit_code
+
+# name -> (module that holds the click command of the same name, one line for --help)
+COMMANDS: dict[str, tuple[str, str]] = {
+    "log": ("deltackpt_tools.command_log", "List the saved steps of each run."),
+    "show": ("deltackpt_tools.command_show", "Show what one step consists of."),
+    "verify": ("deltackpt_tools.command_verify", "Check stored bytes; list all damage."),
+    "du": ("deltackpt_tools.command_du", "Show where the bytes are, by run and step."),
+    "export": ("deltackpt_tools.command_export", "Write one step as safetensors or torch file."),
+}
+
+
+class LazyGroup(click.Group):
+    """Knows its subcommands by name, and imports one only when it runs."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        module = importlib.import_module(COMMANDS[cmd_name][0])
+        command: click.Command = module.command
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the subcommand; leave with the exit code that its error stands for."""
+        try:
+            return super().invoke(ctx)
+        except (click.ClickException, click.exceptions.Exit, click.Abort):
+            raise
+        except KeyboardInterrupt:
+            click.echo("interrupted", err=True)
+            ctx.exit(Exit.INTERRUPTED)
+        except BrokenPipeError:
+            # The interpreter flushes stdout at exit and would complain about it again.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            ctx.exit(Exit.BROKEN_PIPE)
+        except Exception as error:
+            code = exit_code(error)
+            if code is None:
+                if not isinstance(error, OSError):
+                    raise
+                code = Exit.STORAGE
+            report_error(error, code)
+            ctx.exit(code)
+
+
+def report_error(error: Exception, code: Exit) -> None:
+    """One line (and the way out) on stderr; with --json also a document on stdout."""
+    context = click.get_current_context()
+    message = str(getattr(error, "message", None) or error)
+    hint = getattr(error, "hint", None)
+    if context.meta.get("deltackpt.json"):
+        from deltackpt_tools.output import error_document, write_json
+
+        write_json(error_document(error, message, hint, int(code)))
+    click.echo(f"deltackpt: {message}", err=True)
+    if hint:
+        click.echo(f"  {hint}", err=True)
+
+
+def _version(context: click.Context, _: click.Parameter, wanted: bool) -> None:
+    if not wanted or context.resilient_parsing:
+        return
+    from importlib import metadata
+
+    try:
+        number = metadata.version("deltackpt")
+    except metadata.PackageNotFoundError:
+        number = "(version unknown: not installed as a distribution)"
+    click.echo(f"deltackpt {number}")
+    context.exit()
+
+
+@click.group(
+    cls=LazyGroup,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    epilog=(
+        "A step is named RUN@STEP, @STEP (when only one run has it), RUN (its newest step), "
+        "'latest' or the name of a pin. Exit codes: 0 ok, 1 finding, 2 usage, 3 partial, "
+        "10 not a store, 11 busy, 12 corrupt, 13 unsupported format, 14 storage, 130 interrupted."
+    ),
+)
+@click.option(
+    "--version",
+    is_flag=True,
+    expose_value=False,
+    is_eager=True,
+    callback=_version,
+    help="Show the version and exit.",
+)
+def cli() -> None:
+    """Look into a deltackpt store, check it, and bring a step out of it.
+
+    All commands read only; none of them needs torch.
+    """
+
+
+def _terminate(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(Exit.TERMINATED)
+
+
+def main() -> None:
+    """Entry point of the installed command. Never returns.
+
+    SIGTERM unwinds the stack, so that a half-written export is removed.
+    """
+    signal.signal(signal.SIGTERM, _terminate)
+    cli.main(prog_name="deltackpt")

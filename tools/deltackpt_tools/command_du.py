@@ -1,0 +1,121 @@
+"""``deltackpt du``: where the bytes are, by run and step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from deltackpt_tools.exits import Exit
+from deltackpt_tools.output import (
+    counted,
+    document,
+    json_option,
+    safe,
+    size,
+    store_argument,
+    table,
+    write_json,
+)
+from deltackpt_tools.progress import Progress
+from deltackpt_tools.stores import open_store
+from deltackpt_tools.usage import RunUsage, Usage, measure
+
+
+def _lines(path: str, usage: Usage) -> list[str]:
+    files = usage.files
+
+    def row(title: str, folder: str) -> list[str]:
+        count = counted(files.count.get(folder, 0), "file")
+        return [title, size(files.bytes.get(folder, 0)), count]
+
+    other = files.total - sum(files.bytes.get(name, 0) for name in ("packs", "manifests", "runs"))
+    rows = [
+        row("packs", "packs"),
+        ["  referenced", size(usage.referenced), "chunks that a step or pin reaches"],
+        ["  unreferenced", size(usage.unreferenced), "chunks that nothing reaches"],
+        ["  duplicates", size(usage.duplicates), "further copies of chunks"],
+        ["  overhead", size(usage.overhead), "record heads, padding, tables"],
+        row("manifests", "manifests"),
+        row("commits", "runs"),
+        ["other", size(other), ""],
+    ]
+    lines = [f"{path}: {size(files.total)}"]
+    lines += [f"  {line}" for line in table(rows, right=frozenset({1}))]
+    for run in usage.runs:
+        lines += ["", *_run_lines(run)]
+    lines += [f"not counted: {safe(what)}: {why}" for what, why in usage.unreadable]
+    return lines
+
+
+def _run_lines(run: RunUsage) -> list[str]:
+    head = (
+        f"run {run.run}: {counted(len(run.steps), 'step')}, {size(run.total)}, "
+        f"of which {size(run.unique)} in no other run"
+    )
+    rows = [["step", "total", "only here", "added", ""]]
+    for step in run.steps:
+        note = f"{counted(step.missing, 'chunk')} missing" if step.missing else ""
+        rows.append(
+            [str(step.commit.step), size(step.total), size(step.unique), size(step.added), note]
+        )
+    right = frozenset({0, 1, 2, 3})
+    return [head, *(f"  {line}" for line in table(rows, right=right))]
+
+
+def _document(path: str, usage: Usage) -> dict[str, Any]:
+    return document(
+        "du",
+        store=path,
+        total_bytes=usage.files.total,
+        files={
+            folder or "top": {"bytes": usage.files.bytes[folder], "files": count}
+            for folder, count in sorted(usage.files.count.items())
+        },
+        referenced_bytes=usage.referenced,
+        unreferenced_bytes=usage.unreferenced,
+        duplicate_bytes=usage.duplicates,
+        overhead_bytes=usage.overhead,
+        runs=[
+            {
+                "run": run.run,
+                "total_bytes": run.total,
+                "unique_bytes": run.unique,
+                "steps": [
+                    {
+                        "step": step.commit.step,
+                        "number": step.commit.number,
+                        "total_bytes": step.total,
+                        "unique_bytes": step.unique,
+                        "added_bytes": step.added,
+                        "missing_chunks": step.missing,
+                    }
+                    for step in run.steps
+                ],
+            }
+            for run in usage.runs
+        ],
+        unreadable=[{"what": what, "reason": why} for what, why in usage.unreadable],
+    )
+
+
+@click.command("du")
+@store_argument
+@json_option
+@click.pass_context
+def command(context: click.Context, store_path: str, as_json: bool) -> None:
+    """Show where the bytes are, by run and step.
+
+    'total' is what a step needs, 'only here' what no other step needs (and would become free
+    without it), 'added' what no step listed before it needs. Exit code 3 when something could not
+    be read and is not counted.
+    """
+    store = open_store(store_path)
+    with Progress("steps", unit="") as progress:
+        usage = measure(store, progress.update)
+    if as_json:
+        write_json(_document(store.path, usage))
+    else:
+        click.echo("\n".join(_lines(store.path, usage)))
+    missing = any(step.missing for run in usage.runs for step in run.steps)
+    context.exit(Exit.PARTIAL if usage.unreadable or missing else Exit.OK)

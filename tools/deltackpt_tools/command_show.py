@@ -1,0 +1,154 @@
+"""``deltackpt show``: what one step consists of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+from deltackpt_store.manifest import Commit
+
+from deltackpt_tools.describe import Description, describe
+from deltackpt_tools.exits import Exit
+from deltackpt_tools.output import (
+    counted,
+    document,
+    json_option,
+    moment,
+    plain,
+    safe,
+    size,
+    store_argument,
+    table,
+    write_json,
+)
+from deltackpt_tools.stores import label, open_store, short
+
+
+def _head(description: Description) -> list[str]:
+    commit, snapshot, stored = description.commit, description.snapshot, description.stored
+    against = "a base: names every chunk itself"
+    if commit.base is not None:
+        against = f"a delta against {short(commit.base)}"
+    rows = [
+        ["saved", f"{moment(commit.created)} as commit {commit.number}, writer {commit.writer}"],
+        ["root", commit.root.hex()],
+        ["manifest", f"{short(commit.manifest)}, {against}"],
+        ["parent", _parent(commit)],
+        [
+            "state",
+            f"{size(description.state_bytes)}: {counted(len(snapshot.layout.tensors), 'tensor')}, "
+            f"{counted(len(snapshot.layout.objects), 'value')}, "
+            f"{counted(sum(e.chunk_count for e in snapshot.layout.extents), 'chunk')}",
+        ],
+        [
+            "stored",
+            f"{size(stored.stored_bytes)} in {counted(len(snapshot.packs), 'pack')} for "
+            f"{size(stored.raw_bytes)} of distinct chunks"
+            + "".join(f", {name} {n}" for name, n in sorted(stored.codecs.items())),
+        ],
+    ]
+    if commit.metrics:
+        rows.append(["metrics", " ".join(f"{safe(k)}={v:.6g}" for k, v in commit.metrics.items())])
+    return [label(commit), *(f"  {line}" for line in table(rows))]
+
+
+def _parent(commit: Commit) -> str:
+    if commit.parent is None:
+        return "none"
+    run, number, digest = commit.parent
+    return f"commit {number} of {run}, {short(digest)}"
+
+
+def _section(title: str, rows: list[list[str]], right: frozenset[int] = frozenset()) -> list[str]:
+    if not rows:
+        return []
+    return ["", title, *(f"  {line}" for line in table(rows, right=right))]
+
+
+def _lines(description: Description) -> list[str]:
+    environment = [[safe(k), safe(str(plain(v)))] for k, v in description.environment.items()]
+    tensors = [
+        [
+            safe(row.path),
+            row.view.dtype,
+            str(list(row.view.shape)),
+            size(row.nbytes),
+            "-" if row.inline else str(row.stored.chunks),
+            safe(", ".join(row.notes())),
+        ]
+        for row in description.tensors
+    ]
+    if tensors:
+        tensors.insert(0, ["path", "dtype", "shape", "bytes", "chunks", ""])
+    return [
+        *_head(description),
+        *_section("environment", environment),
+        *_section("tensors", tensors, right=frozenset({3, 4})),
+        *_section("values", [[safe(row.path), safe(row.text())] for row in description.values]),
+        *_section(
+            "damaged packs", [[name, safe(why)] for name, why in description.damaged_packs.items()]
+        ),
+    ]
+
+
+def _document(path: str, description: Description) -> dict[str, Any]:
+    commit, snapshot = description.commit, description.snapshot
+    parent = None
+    if commit.parent is not None:
+        run, number, digest = commit.parent
+        parent = {"run": run, "number": number, "digest": digest.hex()}
+    return document(
+        "show",
+        store=path,
+        run=commit.run,
+        step=commit.step,
+        number=commit.number,
+        created=commit.created,
+        digest=commit.digest,
+        root=commit.root,
+        manifest=commit.manifest,
+        base=commit.base,
+        parent=parent,
+        writer=commit.writer,
+        versions=commit.versions,
+        metrics=commit.metrics,
+        stats=commit.stats,
+        environment=description.environment,
+        packs=list(snapshot.packs),
+        state_bytes=description.state_bytes,
+        stored=description.stored.as_json(),
+        tensors=[row.as_json() for row in description.tensors],
+        values=[row.as_json() for row in description.values],
+        damaged_packs=description.damaged_packs,
+    )
+
+
+@click.command("show")
+@store_argument
+@click.argument("step", default="latest")
+@click.option(
+    "--only",
+    "globs",
+    multiple=True,
+    metavar="GLOB",
+    help="Only tensors and values whose path matches (may be repeated; '*' crosses '/').",
+)
+@json_option
+@click.pass_context
+def command(
+    context: click.Context, store_path: str, step: str, globs: tuple[str, ...], as_json: bool
+) -> None:
+    """Show what one step consists of: tensors, values, environment, how it is stored.
+
+    STEP is RUN@STEP, @STEP, RUN, a pin, or 'latest' (the default). Reads the manifest and the
+    tables of the packs, not the data: 'verify' checks that. Exit code 3 when a pack is damaged or
+    a chunk is missing.
+    """
+    store = open_store(store_path)
+    description = describe(store, store.resolve_name(step), globs)
+    if as_json:
+        write_json(_document(store.path, description))
+    else:
+        click.echo("\n".join(_lines(description)))
+    partial = description.damaged_packs or description.stored.missing
+    context.exit(Exit.PARTIAL if partial else Exit.OK)

@@ -1,0 +1,206 @@
+"""What one step consists of, as rows: tensors, plain values, environment, codecs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from math import prod
+from typing import Any, cast
+
+import msgspec
+import numpy as np
+from deltackpt_store import codecs
+from deltackpt_store.manifest import Commit, Snapshot, TensorView, element_bytes
+from deltackpt_store.store import Store
+
+from deltackpt_tools.tensor_bytes import is_contiguous
+from deltackpt_tools.value_text import as_json, render
+
+
+@dataclass(slots=True)
+class Stored:
+    """How the chunks of a step, or of one extent, lie in the packs. Each chunk counts once."""
+
+    chunks: int = 0
+    raw_bytes: int = 0
+    stored_bytes: int = 0
+    codecs: Counter[str] = field(default_factory=Counter[str])
+    missing: int = 0
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "chunks": self.chunks,
+            "raw_bytes": self.raw_bytes,
+            "stored_bytes": self.stored_bytes,
+            "codecs": dict(sorted(self.codecs.items())),
+            "missing_chunks": self.missing,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRow:
+    path: str
+    view: TensorView
+    nbytes: int
+    stored: Stored
+    inline: bool
+    tied: tuple[str, ...]
+    """Other paths that look at the same bytes."""
+
+    def notes(self) -> list[str]:
+        view = self.view
+        notes = ["parameter"] if view.parameter else []
+        if view.requires_grad and not view.parameter:
+            notes.append("requires grad")
+        if self.inline:
+            notes.append("in the manifest")
+        if not is_contiguous(view):
+            notes.append(f"strides {list(view.stride)}")
+        notes += [name for name, on in (("conj", view.conj), ("neg", view.neg)) if on]
+        if view.global_shape is not None:
+            offsets: tuple[int, ...] = view.shard_offsets or ()
+            notes.append(f"part of {list(view.global_shape)} at {list(offsets)}")
+        for first in self.tied[:1]:
+            more = f" and {len(self.tied) - 1} more" if len(self.tied) > 1 else ""
+            notes.append(f"shares bytes with {first}{more}")
+        if self.stored.missing:
+            notes.append(f"{self.stored.missing} chunks missing")
+        return notes
+
+    def as_json(self) -> dict[str, Any]:
+        view = self.view
+        return {
+            "path": self.path,
+            "dtype": view.dtype,
+            "shape": list(view.shape),
+            "stride": list(view.stride),
+            "offset": view.offset,
+            "bytes": self.nbytes,
+            "device": view.device,
+            "parameter": view.parameter,
+            "requires_grad": view.requires_grad,
+            "conj": view.conj,
+            "neg": view.neg,
+            "global_shape": None if view.global_shape is None else list(view.global_shape),
+            "shard_offsets": None if view.shard_offsets is None else list(view.shard_offsets),
+            "extent": view.extent,
+            "inline": self.inline,
+            "tied": list(self.tied),
+            "stored": self.stored.as_json(),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class ValueRow:
+    path: str
+    document: bytes
+
+    def text(self) -> str:
+        return render(self.document)
+
+    def as_json(self) -> dict[str, Any]:
+        return {"path": self.path, "value": as_json(self.document)}
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    commit: Commit
+    snapshot: Snapshot
+    tensors: list[TensorRow]
+    values: list[ValueRow]
+    stored: Stored
+    state_bytes: int
+    environment: dict[str, Any]
+    damaged_packs: dict[str, str]
+
+
+def matches(path: str, globs: Sequence[str]) -> bool:
+    """Whether `path` is wanted: no globs want everything; ``*`` crosses ``/``."""
+    return not globs or any(fnmatchcase(path, pattern) for pattern in globs)
+
+
+def describe(store: Store, commit: Commit, globs: Sequence[str] = ()) -> Description:
+    """Read the manifest of `commit` and the footers of its packs, no chunk.
+
+    Damaged packs are listed; chunks that no intact pack of the step holds count as missing. Raises
+    CorruptionError when the manifest itself is damaged.
+    """
+    snapshot = store.snapshot(commit)
+    layout = snapshot.layout
+    store.packs.load(snapshot.packs)
+    whole, per_extent = _stored(store, snapshot)
+    by_extent: dict[int, list[int]] = {}
+    for view in layout.tensors:
+        by_extent.setdefault(view.extent, []).append(view.slot)
+    tensors: list[TensorRow] = []
+    for view in layout.tensors:
+        path = layout.paths[view.slot]
+        if matches(path, globs):
+            others = tuple(layout.paths[s] for s in by_extent[view.extent] if s != view.slot)
+            tensors.append(
+                TensorRow(
+                    path,
+                    view,
+                    prod(view.shape) * element_bytes(view.dtype),
+                    per_extent.get(view.extent, Stored()),
+                    layout.extents[view.extent].inline,
+                    others,
+                )
+            )
+    values = [
+        ValueRow(layout.paths[slot], snapshot.objects[slot])
+        for slot in layout.objects
+        if matches(layout.paths[slot], globs)
+    ]
+    damaged = {
+        name: str(store.packs.damaged[name].message)
+        for name in snapshot.packs
+        if name in store.packs.damaged
+    }
+    return Description(
+        commit=commit,
+        snapshot=snapshot,
+        tensors=tensors,
+        values=values,
+        stored=whole,
+        state_bytes=sum(extent.nbytes for extent in layout.extents),
+        environment=read_environment(snapshot.environment),
+        damaged_packs=damaged,
+    )
+
+
+def _stored(store: Store, snapshot: Snapshot) -> tuple[Stored, dict[int, Stored]]:
+    whole = Stored()
+    seen: set[bytes] = set()
+    per_extent: dict[int, Stored] = {}
+    for extent, ids in snapshot.chunks.items():
+        spec = snapshot.layout.extents[extent]
+        mine = per_extent[extent] = Stored()
+        unique, first = np.unique(ids, axis=0, return_index=True)
+        places = store.packs.index.get_many(unique)
+        for row, index, place in zip(unique, first.tolist(), places, strict=True):
+            chunk = row.tobytes()
+            counted = [mine] if chunk in seen else [mine, whole]
+            seen.add(chunk)
+            for total in counted:
+                total.chunks += 1
+                total.raw_bytes += spec.chunk_length(index)
+                if place is None:
+                    total.missing += 1
+                else:
+                    total.stored_bytes += place.stored
+                    total.codecs[codecs.name_of(place.codec)] += 1
+    return whole, per_extent
+
+
+def read_environment(record: bytes) -> dict[str, Any]:
+    """The environment record: a msgpack map; what is malformed comes back as one entry."""
+    try:
+        value: Any = msgspec.msgpack.decode(record)
+    except (msgspec.MsgspecError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        return {"unreadable": record[:64].hex()}
+    return {str(key): item for key, item in cast("dict[Any, Any]", value).items()}

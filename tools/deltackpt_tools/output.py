@@ -1,0 +1,128 @@
+"""How commands speak: JSON documents for programs, aligned columns for people.
+
+Every JSON document is one object on one line of stdout with `format` (``deltackpt.<command>/1``);
+docs/cli.md lists the fields. New fields may appear; a field never changes its meaning under the
+same number. Digests are lower-case hex, sizes are bytes, times are Unix seconds (UTC).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from typing import Any, TypeVar
+
+import click
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+FORMAT_VERSION = 1
+
+
+def _remember_json(context: click.Context, _: click.Parameter, value: bool) -> bool:
+    context.meta["deltackpt.json"] = value
+    return value
+
+
+def json_option(function: _F) -> _F:
+    """Adds ``--json`` (parameter `as_json`), which also decides how errors are reported."""
+    return click.option(
+        "--json",
+        "as_json",
+        is_flag=True,
+        is_eager=True,
+        callback=_remember_json,
+        help="One JSON document on stdout (fields: docs/cli.md).",
+    )(function)
+
+
+def store_argument(function: _F) -> _F:
+    """Adds the positional STORE (parameter `store_path`)."""
+    return click.argument("store_path", metavar="STORE", type=click.Path(path_type=str))(function)
+
+
+def document(command: str, **fields: Any) -> dict[str, Any]:
+    return {"format": f"deltackpt.{command}/{FORMAT_VERSION}", **fields}
+
+
+def error_document(error: Exception, message: str, hint: str | None, code: int) -> dict[str, Any]:
+    context: dict[str, Any] = getattr(error, "context", {})
+    return document(
+        "error",
+        exit_code=code,
+        error={
+            "type": type(error).__name__,
+            "kind": getattr(error, "kind", "storage"),
+            "message": message,
+            "hint": hint,
+            "context": {key: plain(value) for key, value in context.items()},
+        },
+    )
+
+
+def plain(value: Any) -> Any:
+    """`value` as JSON knows it: bytes become hex, numbers that JSON lacks become strings."""
+    if value is None or isinstance(value, (bool, str, int)):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, bytes):
+        return value.hex()
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items()}  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType] - any mapping
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [plain(item) for item in value]  # pyright: ignore[reportUnknownVariableType] - any sequence
+    return str(value)
+
+
+def write_json(value: dict[str, Any]) -> None:
+    click.echo(json.dumps(plain(value), ensure_ascii=True, allow_nan=False))
+
+
+def size(count: float) -> str:
+    """Bytes for people, in powers of 1000: ``999 B``, ``1.2 kB``, ``12.3 GB``."""
+    if count < 1000:
+        return f"{count:.0f} B"
+    for unit in ("kB", "MB", "GB", "TB"):
+        count /= 1000
+        if count < 999.95:
+            return f"{count:.1f} {unit}"
+    return f"{count / 1000:.1f} PB"
+
+
+def moment(seconds: float) -> str:
+    """A time for people, in UTC, the same in every time zone: ``2026-01-31 12:00:00Z``."""
+    try:
+        return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%SZ")
+    except (ValueError, OverflowError, OSError):
+        return "?"
+
+
+def counted(count: int, noun: str) -> str:
+    """``1 step``, ``2 steps``."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def safe(text: str) -> str:
+    """`text` from a store with control characters shown, not obeyed, by the terminal."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
+def table(rows: Sequence[Sequence[str]], *, right: frozenset[int] = frozenset()) -> list[str]:
+    """Aligned columns, two spaces apart, no trailing blanks; column numbers in `right` are flushed
+    right."""
+    widths: dict[int, int] = {}
+    for row in rows:
+        for column, cell in enumerate(row):
+            widths[column] = max(widths.get(column, 0), len(cell))
+    lines: list[str] = []
+    for row in rows:
+        cells = [
+            cell.rjust(widths[column]) if column in right else cell.ljust(widths[column])
+            for column, cell in enumerate(row)
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return lines

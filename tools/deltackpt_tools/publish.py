@@ -1,0 +1,82 @@
+"""An output file that exists whole or not at all.
+
+Used for what commands write outside a store. The bytes go to a temporary name in the folder of the
+target; the target's name is given only when all are written and synced, and never to a file that
+already exists unless that was asked for.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Generator
+from contextlib import contextmanager
+from io import BufferedRandom
+
+from deltackpt_store.errors import InvalidInputError, NotFoundError
+
+
+def check_target(path: str, *, force: bool) -> None:
+    """Refuse, before any work is done, a target that :func:`published` would refuse at the end."""
+    folder = os.path.dirname(os.path.abspath(path))
+    if not os.path.isdir(folder):
+        raise NotFoundError(
+            f"the folder {folder} does not exist",
+            kind="no-such-folder", hint="create it first", path=folder,
+        )  # fmt: skip
+    if os.path.isdir(path):
+        raise InvalidInputError(
+            f"{path} is a folder", kind="output-exists", hint="name a file", path=path
+        )
+    if os.path.lexists(path) and not force:
+        raise _exists(path)
+
+
+def _exists(path: str) -> InvalidInputError:
+    return InvalidInputError(
+        f"{path} exists already",
+        kind="output-exists", hint="use --force to replace it, or another name", path=path,
+    )  # fmt: skip
+
+
+@contextmanager
+def published(path: str, *, force: bool) -> Generator[BufferedRandom, None, None]:
+    """A seekable file for writing and reading back, published as `path` when the block ends well.
+
+    On any exception (Ctrl-C included) nothing of it remains, and a file that was at `path` before
+    is untouched. Durable on return. Raises InvalidInputError when `path` exists and not `force`.
+    """
+    check_target(path, force=force)
+    folder, name = os.path.split(os.path.abspath(path))
+    temporary = os.path.join(folder, f".{name[:80]}.tmp-{secrets.token_hex(6)}")
+    try:
+        with open(temporary, "x+b") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        if force:
+            os.replace(temporary, path)
+        else:
+            _rename_to_new(temporary, path)
+    except BaseException:
+        if os.path.lexists(temporary):
+            os.unlink(temporary)
+        raise
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _rename_to_new(temporary: str, path: str) -> None:
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        raise _exists(path) from None
+    except OSError:  # a file system without hard links: the next best is to look first
+        if os.path.lexists(path):
+            raise _exists(path) from None
+        os.rename(temporary, path)
+        return
+    os.unlink(temporary)

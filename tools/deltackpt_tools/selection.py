@@ -1,0 +1,91 @@
+"""Which leaves of a step are exported, and under which names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from deltackpt_store.errors import InvalidInputError, NotFoundError
+from deltackpt_store.manifest import Snapshot, TensorView
+
+from deltackpt_tools.describe import matches
+
+INTERNAL = "#"  # top-level keys that begin so belong to the library (random-number state, ...)
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Leaves of a step below `prefix` that match the globs. `values` are slots of plain values."""
+
+    prefix: str
+    tensors: list[TensorView]
+    values: list[int]
+    internal: list[str]
+    """Top-level keys that were wanted and are the library's own."""
+
+    @property
+    def slots(self) -> frozenset[int]:
+        return frozenset([*(view.slot for view in self.tensors), *self.values])
+
+
+def select(snapshot: Snapshot, prefix: str, globs: Sequence[str]) -> Selection:
+    """Choose by path; NotFoundError (naming what there is) when nothing is left."""
+    layout = snapshot.layout
+    wanted: set[int] = set()
+    internal: dict[str, None] = {}
+    for slot, path in enumerate(layout.paths):
+        if path.startswith(prefix) and matches(path, globs):
+            if path.startswith(INTERNAL):
+                internal.setdefault(path.partition("/")[0])
+            else:
+                wanted.add(slot)
+    if not wanted:
+        tops = sorted({path.partition("/")[0] for path in layout.paths})
+        raise NotFoundError(
+            f"nothing in this step lies below {prefix!r} and matches {list(globs) or 'everything'}",
+            kind="nothing-selected",
+            hint=f"its top-level keys are {', '.join(tops[:20])}",
+            prefix=prefix,
+        )
+    return Selection(
+        prefix,
+        [view for view in layout.tensors if view.slot in wanted],
+        [slot for slot in layout.objects if slot in wanted],
+        list(internal),
+    )
+
+
+def flat_names(snapshot: Snapshot, selection: Selection) -> dict[int, str]:
+    """Slot -> name of each selected tensor: its path without the prefix, escapes undone.
+
+    InvalidInputError when two tensors would get one name, or one an impossible name.
+    """
+    names: dict[int, str] = {}
+    taken: dict[str, str] = {}
+    for view in selection.tensors:
+        path = snapshot.layout.paths[view.slot]
+        name = "/".join(_key(part) for part in path.removeprefix(selection.prefix).split("/"))
+        if name in taken:
+            raise InvalidInputError(
+                f"{taken[name]!r} and {path!r} would both be called {name!r}",
+                kind="name-collision",
+                hint="export them one at a time with --only, or use --format torch",
+                name=name,
+            )
+        if not name or name == "__metadata__":
+            raise InvalidInputError(
+                f"the tensor {path!r} would be called {name!r}, which the format does not allow",
+                kind="bad-name",
+                hint="use a shorter --prefix",
+                path=path,
+            )
+        taken[name] = path
+        names[view.slot] = name
+    return names
+
+
+def _key(part: str) -> str:
+    """One step of a path as the key it stands for: quotes of number-like keys and ``~`` undone."""
+    if len(part) > 1 and part[0] == part[-1] == '"':
+        part = part[1:-1]
+    return part.replace("~1", "/").replace("~0", "~")

@@ -1,0 +1,155 @@
+"""Tensor bytes out of a store in bounded pieces, without torch.
+
+An extent may be larger than memory, and a tensor may look at its extent in any stride. Contiguous
+tensors are passed through window by window. Others are gathered from a scratch copy of the part of
+the extent they look at: in memory when small, else in an unlinked temporary file that is mapped, so
+that the system can drop its pages.
+"""
+
+from __future__ import annotations
+
+import mmap
+import tempfile
+from collections.abc import Iterator
+from math import prod
+from typing import Any
+
+import numpy as np
+from deltackpt_store.manifest import Snapshot, TensorView, element_bytes
+from deltackpt_store.reader import ChunkReader
+from numpy.typing import NDArray
+
+WINDOW = 32 * 1024 * 1024  # bytes read from the store at once
+BLOCK = 8 * 1024 * 1024  # bytes gathered at once
+SCRATCH = 64 * 1024 * 1024  # larger pieces that must be gathered go to a temporary file
+
+
+class TensorBytes:
+    """Reads the extents and tensors of one snapshot. Not thread-safe.
+
+    Every yielded buffer is valid until the next one is asked for. All bytes have been checked
+    against their chunk ids; CorruptionError otherwise. `scratch_folder` must have room for the
+    largest tensor that is not contiguous.
+    """
+
+    def __init__(self, snapshot: Snapshot, reader: ChunkReader, scratch_folder: str) -> None:
+        self._snapshot = snapshot
+        self._reader = reader
+        self._folder = scratch_folder
+        self._window = bytearray()
+
+    def extent(self, index: int, start: int = 0, stop: int | None = None) -> Iterator[memoryview]:
+        """Bytes `start`..`stop` of an extent, in order."""
+        spec = self._snapshot.layout.extents[index]
+        stop = spec.nbytes if stop is None else stop
+        if start >= stop:
+            return
+        if spec.inline:
+            yield memoryview(self._snapshot.inline[index])[start:stop]
+            return
+        ids = self._snapshot.chunks[index]
+        size = spec.chunk_bytes
+        at_once = max(1, WINDOW // size)
+        if len(self._window) < min(at_once * size, spec.nbytes):
+            self._window = bytearray(min(at_once * size, spec.nbytes))
+        window = memoryview(self._window)
+        end = -(-stop // size)
+        for first in range(start // size, end, at_once):
+            last = min(first + at_once, end)
+            base = first * size
+            self._reader.read(
+                [
+                    (
+                        ids[chunk].tobytes(),
+                        window[chunk * size - base :][: spec.chunk_length(chunk)],
+                    )
+                    for chunk in range(first, last)
+                ]
+            )
+            yield window[max(start, base) - base : min(stop, last * size) - base]
+
+    def tensor(self, view: TensorView) -> Iterator[memoryview]:
+        """The tensor's elements as they count (conj and neg bits applied), row-major."""
+        width = element_bytes(view.dtype)
+        nbytes = prod(view.shape) * width
+        if nbytes == 0:
+            return
+        if is_contiguous(view) and not (view.conj or view.neg):
+            yield from self.extent(view.extent, view.offset, view.offset + nbytes)
+            return
+        span = (1 + sum((n - 1) * s for n, s in zip(view.shape, view.stride, strict=True))) * width
+        with _scratch(span, self._folder) as memory:
+            position = 0
+            for piece in self.extent(view.extent, view.offset, view.offset + span):
+                memory[position : position + len(piece)] = piece
+                position += len(piece)
+            array: NDArray[Any] = np.ndarray(
+                view.shape,
+                _element(width),
+                buffer=memory,
+                strides=tuple(step * width for step in view.stride),
+            )
+            for block in _blocks(array):
+                yield _resolved(block, view, width).data
+            del array
+
+
+class _scratch:  # noqa: N801 - used as a function, in a with statement
+    """`size` zeroed bytes, in memory or in an unlinked file in `folder`."""
+
+    def __init__(self, size: int, folder: str) -> None:
+        self._map: mmap.mmap | None = None
+        if size <= SCRATCH:
+            self._memory = memoryview(bytearray(size))
+            return
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.truncate(size)
+            self._map = mmap.mmap(file.fileno(), size)
+        self._memory = memoryview(self._map)
+
+    def __enter__(self) -> memoryview:
+        return self._memory
+
+    def __exit__(self, *_: object) -> None:
+        # The mapping goes with its last view: a consumer may still hold the array of the last
+        # block, and closing a mapping under it is an error.
+        self._memory = memoryview(b"")
+        self._map = None
+
+
+def _element(width: int) -> np.dtype[Any]:
+    """A NumPy type of that many bytes, copied as bits: of all widths, powers of two copy fast."""
+    return np.dtype(f"u{width}" if width in (1, 2, 4, 8) else f"V{width}")
+
+
+def is_contiguous(view: TensorView) -> bool:
+    """Whether the elements lie row-major without gaps (strides of single-element axes are free)."""
+    expected = 1
+    for size, step in zip(reversed(view.shape), reversed(view.stride), strict=True):
+        if size != 1 and step != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _blocks(array: NDArray[Any]) -> Iterator[NDArray[np.uint8]]:
+    """`array` as flat contiguous private copies of at most BLOCK bytes (one element at least)."""
+    if array.nbytes <= BLOCK or array.ndim == 0:
+        copy = np.array(array, order="C", copy=True)
+        yield copy.reshape(-1).view(np.uint8)
+        return
+    rows = max(1, BLOCK // (array.nbytes // array.shape[0] or 1))
+    for first in range(0, array.shape[0], rows):
+        part = array[first : first + rows]
+        yield from _blocks(part[0] if len(part) == 1 else part)
+
+
+def _resolved(flat: NDArray[np.uint8], view: TensorView, width: int) -> NDArray[np.uint8]:
+    """Apply the conj and neg bits: both are changes of sign bits only (little-endian)."""
+    if view.conj:
+        half = width // 2
+        flat.reshape(-1, width)[:, 2 * half - 1] ^= 0x80
+    if view.neg:
+        part = width // 2 if view.dtype.startswith("complex") else width
+        flat.reshape(-1, part)[:, part - 1] ^= 0x80
+    return flat
