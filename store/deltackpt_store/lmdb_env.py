@@ -18,7 +18,6 @@ Nothing here is needed to be durable; the file is synced only when it is sealed.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import fcntl
 import logging
 import os
@@ -182,7 +181,7 @@ class Environment:
 
     def leak(self) -> None:
         """In a forked child: keep the inherited environment from ever being closed there."""
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.env))
+        _leaked.append(self)
         self._close_locks()  # only this process's copies: the parent keeps its locks
 
     # locks ---------------------------------------------------------------------------------
@@ -252,7 +251,6 @@ def _after_fork() -> None:
     _registry = threading.Lock()  # another thread may have held it at the fork
     for environment in _open.values():
         environment.leak()
-        _leaked.append(environment)
     _open.clear()
 
 
