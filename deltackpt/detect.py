@@ -89,12 +89,18 @@ class LayoutPlan:
     private copies; the live ones go first, because training waits for them.
     """
 
-    def __init__(self, layout: Layout, live: Sequence[int], private: Sequence[int]) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        live: Sequence[int],
+        private: Sequence[int],
+        unit_bytes: int = UNIT_BYTES,
+    ) -> None:
         self.layout = layout
         self.keys = extent_keys(layout)
         self.live_extents, self.private_extents = tuple(live), tuple(private)
-        self.live = plan_units(layout, live)
-        self.private = plan_units(layout, private)
+        self.live = plan_units(layout, live, unit_bytes)
+        self.private = plan_units(layout, private, unit_bytes)
         specs = [layout.extents[extent] for extent in (*live, *private)]
         self.chunks = sum(spec.chunk_count for spec in specs)
         self.nbytes = sum(spec.nbytes for spec in specs)

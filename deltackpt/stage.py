@@ -26,6 +26,7 @@ from deltackpt_store.protocol import ExtentKey
 from .detect import (
     GIL_FREE_BYTES,
     HASH_BYTES,
+    UNIT_BYTES,
     ChangeTable,
     LayoutPlan,
     Unit,
@@ -186,8 +187,9 @@ class Packer:
 class HostStager:
     """The stager for host memory: `threads` threads hash and copy side by side."""
 
-    def __init__(self, *, seed: int, threads: int) -> None:
+    def __init__(self, *, seed: int, threads: int, unit_bytes: int = UNIT_BYTES) -> None:
         self._seed = seed
+        self._unit_bytes = unit_bytes
         self._workers = Workers(threads)
         self._plan: LayoutPlan | None = None
 
@@ -229,7 +231,7 @@ class HostStager:
         private = [extent for extent, source in sources.items() if not source.live]
         plan = self._plan
         if plan is None or not plan.fits(layout, live, private):
-            plan = self._plan = LayoutPlan(layout, live, private)
+            plan = self._plan = LayoutPlan(layout, live, private, self._unit_bytes)
         return plan
 
 

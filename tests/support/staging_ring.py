@@ -19,7 +19,7 @@ SEED = 0x5EED
 
 
 class MemoryRing:
-    """Slots as bytearrays. With `keep`, slots are never released and can be looked at."""
+    """Slots as bytearrays, never released; without `keep`, all sent ones when one is wanted."""
 
     def __init__(self, slots: int = 64, slot_bytes: int = 1 << 20, *, keep: bool = True) -> None:
         self.slot_bytes = slot_bytes
@@ -30,16 +30,20 @@ class MemoryRing:
         self.chunks: dict[tuple[int, int], bytes] = {}
         self.torn: list[tuple[int, int]] = []
         self.places: list[tuple[int, int]] = []
-        self.least_free = slots
+        self.waves = 0
+        self._released = 0
         self._condition = threading.Condition()
 
     def acquire_slot(self, timeout: float | None) -> int:
         with self._condition:
+            if not self.free and not self.keep:
+                self.waves += 1
+                for slot, _ in self.sent[self._released :]:
+                    self._free(slot)
+                self._released = len(self.sent)
             if not self._condition.wait_for(lambda: self.free, timeout):
                 raise StorageError("no slot became free", kind="timeout")
-            slot = self.free.pop(0)
-            self.least_free = min(self.least_free, len(self.free))
-            return slot
+            return self.free.pop(0)
 
     def view(self, slot: int) -> memoryview:
         return memoryview(self.slots[slot])
@@ -54,8 +58,6 @@ class MemoryRing:
                 if xxhash.xxh3_128(raw, seed=SEED).digest() != digest:
                     self.torn.append((extent, chunk))
                 self.chunks[extent, chunk] = raw
-            if not self.keep:
-                self._free(slot)
 
     def release_slot(self, slot: int) -> None:
         with self._condition:

@@ -1,0 +1,65 @@
+"""Observers hear everything in order, and cannot break a save."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from typing import Any
+
+import pytest
+from deltackpt import events
+from deltackpt.events import Observer, Observers
+from deltackpt_store.errors import InvalidInputError, StorageError
+
+EVENTS: list[events.Event] = [
+    events.Staged("main", 1, 0.5, 100),
+    events.Skipped("main", 2, "skip"),
+    events.Failed("main", 3, StorageError("full")),
+    events.Restored("main", 4, 0.1),
+    events.Preempted("main", 5, 15),
+    events.Compacted("main", 6, (1, 2)),
+]
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self.events: list[events.Event] = []
+
+    def on_event(self, event: events.Event, /) -> None:
+        self.events.append(event)
+
+
+class Broken:
+    def on_event(self, event: events.Event, /) -> None:
+        raise RuntimeError("observer is broken")
+
+
+def test_every_observer_gets_every_event() -> None:
+    one, two = Recorder(), Recorder()
+    tell = Observers([one, two])
+    for event in EVENTS:
+        tell(event)
+    assert one.events == two.events == EVENTS
+
+
+def test_a_failing_observer_is_logged_and_bothers_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    """Prevents: a metrics hook that takes the training run down."""
+    good = Recorder()
+    with caplog.at_level(logging.ERROR, "deltackpt.events"):
+        Observers([Broken(), good])(EVENTS[0])
+    assert good.events == EVENTS[:1]
+    assert "Broken" in caplog.text
+    assert "observer is broken" in caplog.text
+
+
+@pytest.mark.parametrize("event", EVENTS, ids=lambda event: type(event).__name__)
+def test_events_are_frozen(event: Any) -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        event.step = 9
+
+
+def test_what_is_no_observer_is_refused() -> None:
+    assert isinstance(Recorder(), Observer)
+    for bad in (print, object(), "observer"):
+        with pytest.raises(InvalidInputError, match="observers"):
+            Observers([bad])  # type: ignore[list-item] -- users' mistake

@@ -1,0 +1,159 @@
+"""When a step is due, and options that are refused where they are written down."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+from deltackpt.options import check_metrics, check_options, check_step
+from deltackpt.policy import Due, Every, Keep, check_every
+from deltackpt_store.errors import InvalidInputError
+
+GOOD: dict[str, Any] = dict(
+    run="main", every=None, keep=None, writer="process", ring_bytes=None, chunk_bytes=1 << 18,
+    codec="auto", overlap=True, on_busy="wait", on_error="raise", durable_timeout=600.0,
+    lock_timeout=60.0, rng=True, threads=None, final=True,
+)  # fmt: skip
+
+
+def due_steps(every: Any, steps: Any, *, first: int | None = None) -> list[int]:
+    due = Due(check_every(every))
+    if first is not None:
+        due.seen(first, started=True)
+    found: list[int] = []
+    for step in steps:
+        if due.is_due(step):
+            found.append(step)
+        due.seen(step, started=bool(found) and found[-1] == step)
+    return found
+
+
+def test_every_int_means_multiples() -> None:
+    assert due_steps(3, range(10)) == [0, 3, 6, 9]
+    assert due_steps(Every(steps=1), range(4)) == [0, 1, 2, 3]
+    assert due_steps(None, range(10)) == []
+
+
+def test_a_multiple_that_is_stepped_over_counts() -> None:
+    assert due_steps(50, range(8, 200, 40)) == [88, 128, 168]  # 50, 100 and 150 were passed
+    assert due_steps(50, [48, 51, 52, 99, 200]) == [51, 200]
+
+
+def test_the_grid_does_not_move_on_resume() -> None:
+    # case 161
+    assert due_steps(5, range(8, 21), first=7) == [10, 15, 20]
+    assert due_steps(5, range(6, 12), first=5) == [10]
+
+
+def test_every_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    due = Due(Every(seconds=30))
+    assert not due.is_due(1)
+    now[0] = 129.9
+    assert not due.is_due(2)
+    now[0] = 130.0
+    assert due.is_due(3)
+    due.seen(3, started=True)
+    assert not due.is_due(4)
+    both = Due(Every(seconds=30, steps=10))
+    assert both.is_due(10)
+    now[0] = 160.0
+    assert both.is_due(11)
+
+
+def test_every_callable_gets_the_step() -> None:
+    assert due_steps(lambda step: step in (2, 5), range(8)) == [2, 5]
+
+
+@pytest.mark.parametrize("every", [0, -1, True, 1.5, "10", int, Due])
+def test_bad_every_is_refused(every: Any) -> None:
+    with pytest.raises(InvalidInputError, match="every"):
+        check_every(every)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{}, {"steps": 0}, {"steps": -5}, {"steps": 2.0}, {"steps": True}, {"seconds": 0},
+     {"seconds": -1.0}, {"seconds": float("nan")}, {"seconds": float("inf")}, {"seconds": "1"}],
+)  # fmt: skip
+def test_bad_every_values_are_refused(arguments: dict[str, Any]) -> None:
+    with pytest.raises(InvalidInputError, match=r"[Ee]very"):
+        Every(**arguments)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"last": 0}, {"last": -1}, {"last": 1.0}, {"last": True}, {"every": 0}, {"within": 0},
+     {"within": -5.0}, {"best": ""}, {"best": ("loss",)}, {"best": ("loss", "smallest")},
+     {"best": ("", "min")}, {"best": 3}],
+)  # fmt: skip
+def test_retention_that_keeps_nothing_is_refused(arguments: dict[str, Any]) -> None:
+    """Prevents: an edge value that deletes every step."""
+    # case 100
+    with pytest.raises(InvalidInputError, match=f"keep.{next(iter(arguments))}"):
+        Keep(**arguments)
+
+
+def test_good_retention() -> None:
+    keep = Keep(last=1, every=1000, best=("loss", "max"), within=3600.0)
+    assert (keep.last, keep.every, keep.best, keep.within) == (1, 1000, ("loss", "max"), 3600.0)
+    assert Keep() == Keep(last=None)
+    with pytest.raises(AttributeError):
+        keep.last = 0  # type: ignore[misc] -- that it is frozen is the point
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("chunk_bytes", value) for value in (0, 1, 1023, 1025, 4 << 30, -1024, 1024.0, True, None)]
+    + [("ring_bytes", value) for value in (0, 1, -1, 4096, "1G", 1.5)]
+    + [("writer", "thread pool"), ("codec", "zip"), ("on_busy", "drop"), ("on_error", "ignore")]
+    + [("overlap", "yes"), ("rng", 1), ("final", None), ("threads", 0), ("threads", 2.0)]
+    + [("durable_timeout", 0), ("durable_timeout", -1), ("durable_timeout", float("nan"))]
+    + [("lock_timeout", -1), ("lock_timeout", None), ("keep", 5), ("keep", {"last": 5})],
+)
+def test_bad_options_are_refused_by_name(option: str, value: Any) -> None:
+    """Prevents: a wrong size that is first noticed at the first save, hours later."""
+    # case 26
+    with pytest.raises(InvalidInputError, match=option) as caught:
+        check_options(**{**GOOD, option: value})
+    assert caught.value.context["option"] == option
+
+
+@pytest.mark.parametrize("run", ["", ".hidden", "-dash", "a/b", "ü", "x" * 101, None, 3])
+def test_bad_run_names_are_refused(run: Any) -> None:
+    with pytest.raises(InvalidInputError):
+        check_options(**{**GOOD, "run": run})
+
+
+@pytest.mark.parametrize("chunk_bytes", [1024, 65536, 1 << 18, 16 << 20])
+@pytest.mark.parametrize("ring", [1, 3, 64])
+def test_a_slot_always_holds_a_chunk(chunk_bytes: int, ring: int) -> None:
+    options = check_options(
+        **{**GOOD, "chunk_bytes": chunk_bytes, "ring_bytes": ring * chunk_bytes}
+    )
+    slot = options.slot_bytes(ring * chunk_bytes)
+    assert slot >= chunk_bytes
+    assert slot % 4096 == 0
+
+
+@pytest.mark.parametrize("step", [-1, 1 << 63, 1.0, True, "1", None])
+def test_bad_steps_are_refused(step: Any) -> None:
+    with pytest.raises(InvalidInputError, match="step"):
+        check_step(step)
+
+
+def test_steps_and_metrics_are_plain_numbers() -> None:
+    import numpy as np
+    import torch
+
+    assert check_step(np.int64(7)) == 7
+    assert check_step((1 << 63) - 1) == (1 << 63) - 1
+    metrics = check_metrics({"loss": torch.tensor(0.5), "n": np.float32(2), "i": 3})
+    assert metrics == {"loss": 0.5, "n": 2.0, "i": 3.0}
+    assert all(type(value) is float for value in metrics.values())
+    assert check_metrics(None) == {}
+    for bad in ({"loss": "low"}, {1: 1.0}, [("loss", 1.0)], {"x": torch.zeros(2)}):
+        with pytest.raises(InvalidInputError, match="metrics"):
+            check_metrics(bad)
