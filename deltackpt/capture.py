@@ -183,10 +183,10 @@ def _find_again(compiled: _Compiled, whole: dict[Any, Any]) -> _Found | None:
     if not tree.collect(whole, leaves):
         return None
     try:
-        measured = extents.probe(tree.tensor_paths, leaves.tensors)
+        measured = extents.probe(tree.tensor_paths, leaves.tensors, compiled.plan.facts)
     except InvalidInputError:
         return None
-    if not compiled.plan.fits(measured):
+    if measured is None or not compiled.plan.fits(measured):
         return None
     compiled.plan.check_memory(tree.tensor_paths, leaves.tensors, measured)
     return compiled, leaves, measured
@@ -206,13 +206,12 @@ def _find(whole: dict[Any, Any], chunk_bytes: int, live: LivePredicate | None) -
     tree = walker.tree(whole)
     paths = tree.tensor_paths
     measured = extents.probe(paths, leaves.tensors)
+    assert measured is not None  # nothing was expected
     if live is not None:
         alive = [live(path, t) for path, t in zip(paths, leaves.tensors, strict=True)]
     else:
         alive = _live(tree, leaves)
-    plan = extents.plan(
-        paths, tree.tensor_slots, leaves.tensors, measured, live=alive, chunk_bytes=chunk_bytes
-    )
+    plan = extents.plan(paths, tree.tensor_slots, measured, live=alive, chunk_bytes=chunk_bytes)
     layout = Layout(tree.structure, tree.paths, plan.views, plan.specs, tree.object_slots)
     constant = {
         slot: encode(value)

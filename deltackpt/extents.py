@@ -10,8 +10,8 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from deltackpt_store.manifest import ExtentSpec, TensorView
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from . import spans
 from .buffers import BufferPool
+from .probing import Facts, Probe, probe
 from .tensors import refuse_unsupported
 from .values import dtype_name
 from .views import dress, rebuild
@@ -27,14 +28,11 @@ from .views import dress, rebuild
 __all__ = ["BufferPool", "Source", "dress", "dtype_name", "plan", "probe", "rebuild"]
 
 _ALIGN = 256  # of private copies inside one buffer
-_ADDRESSED = frozenset(("cpu", "cuda", "xpu"))  # data_ptr() orders the bytes of a device
+_MEMMOVE_BYTES = 256 << 10  # up to here a plain memmove beats the overhead of a tensor copy
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
-_Facts = tuple[Any, ...]
 
-
-@dataclass(frozen=True, slots=True)
-class Source:
+class Source(msgspec.Struct, frozen=True, gc=False):
     """Where the bytes of one extent are until they have been staged.
 
     `data`: flat contiguous uint8 tensor of exactly the extent's length, on the tensor's device.
@@ -54,54 +52,17 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True)
-class Probe:
-    """The tensors of one capture as measured: facts per tensor, addresses and storages."""
-
-    facts: list[_Facts]
-    address: NDArray[np.int64]
-    offset: NDArray[np.int64]  # of the first element in its storage, in elements
-    storage: NDArray[np.int64]  # bytes of the storage
-
-
-def probe(paths: Sequence[str], tensors: Sequence[Tensor]) -> Probe:
-    """Measure `tensors`; `InvalidInputError` names the path of one that has no readable memory."""
-    try:
-        facts: list[_Facts] = [
-            (t.shape, t.stride(), t.dtype, t.device, t.requires_grad, type(t), t.layout,
-             t.is_conj(), t.is_neg())
-            for t in tensors
-        ]  # fmt: skip
-        address = np.array([t.data_ptr() for t in tensors], np.uint64).view(np.int64)
-        offset = np.array([t.storage_offset() for t in tensors], np.int64)
-        storage = np.array([t.untyped_storage().nbytes() for t in tensors], np.int64)
-    except Exception:
-        for path, tensor in zip(paths, tensors, strict=True):
-            refuse_unsupported(path, tensor)
-        raise
-    if any(t.device.type not in _ADDRESSED for t in tensors if t.device.type != "cpu"):
-        address = _pseudo_addresses(tensors)
-    return Probe(facts, address, offset, storage)
-
-
-def _pseudo_addresses(tensors: Sequence[Tensor]) -> NDArray[np.int64]:
-    """Stand-ins where data_ptr() is only a handle: the same order of bytes within a storage."""
-    number: dict[int, int] = {}
-    out = [
-        ((1 + number.setdefault(t.untyped_storage().data_ptr(), len(number))) << 44)
-        + t.storage_offset() * t.itemsize
-        for t in tensors
-    ]
-    return np.array(out, np.int64)
-
-
-@dataclass(frozen=True, slots=True)
 class _Cut:
-    """How one extent is read: from the address of tensor `members[0]` plus `shift`, or packed."""
+    """How one extent is read: from the address of tensor `members[0]` plus `shift`, or packed.
+
+    `plain`: all of its bytes lie in CPU memory of its members, so that the address is enough.
+    """
 
     members: tuple[int, ...]
     shift: int
     dims: spans.Dims | None
     live: bool
+    plain: bool
 
 
 class Plan:
@@ -109,7 +70,7 @@ class Plan:
 
     def __init__(
         self,
-        facts: list[_Facts],
+        facts: list[Facts],
         views: tuple[TensorView, ...],
         specs: tuple[ExtentSpec, ...],
         keys: list[str],
@@ -142,8 +103,7 @@ class Plan:
         self._packed_inline: list[int] = []
         for number, (spec, c) in enumerate(zip(specs, cuts, strict=True)):
             if spec.inline and spec.nbytes:
-                plain = c.dims is None and facts[c.members[0]][3].type == "cpu"
-                (self._inline if plain else self._packed_inline).append(number)
+                (self._inline if c.plain else self._packed_inline).append(number)
         self._inline_first = np.array([cuts[e].members[0] for e in self._inline], np.int64)
         self._inline_shift = np.array([cuts[e].shift for e in self._inline], np.int64)
         self._inline_bytes = [specs[e].nbytes for e in self._inline]
@@ -151,9 +111,7 @@ class Plan:
         self._large = [e for e, spec in enumerate(specs) if not spec.inline]
 
     def fits(self, measured: Probe) -> bool:
-        """Whether the plan describes these tensors too: same facts, same aliases, no others."""
-        if measured.facts != self.facts:
-            return False
+        """Whether tensors of the plan's own facts also have its aliases, and no others."""
         base = (measured.address - self._relative)[self._first]
         if not len(base):
             return True
@@ -184,14 +142,14 @@ class Plan:
         inline.update(zip(self._inline, map(string_at, at, self._inline_bytes), strict=True))
         inline.update(self._gather_small(tensors, measured))
         sources: dict[int, Source] = {}
-        copies: list[tuple[int, Tensor | None]] = []
+        copies: list[int] = []
         for e in self._large:
             c = self._cuts[e]
-            data = self._flat(e, tensors, measured) if c.dims is None else None
-            if data is not None and c.live and overlap:
+            data = self._flat(e, tensors, measured) if c.live and overlap else None
+            if data is not None:
                 sources[e] = Source(data, True, self._keys[e], tensors[c.members[0]])
             else:
-                copies.append((e, data))
+                copies.append(e)
         buffers = self._copy(copies, tensors, measured, sources, pool)
         return inline, sources, buffers
 
@@ -207,8 +165,12 @@ class Plan:
         return None
 
     def _fill(self, extent: int, out: Tensor, tensors: Sequence[Tensor], measured: Probe) -> None:
-        """Copy the extent into `out`: packed, or pieced together from several storages."""
+        """Copy the extent into `out`: as it is, packed, or pieced together from storages."""
         c = self._cuts[extent]
+        data = self._flat(extent, tensors, measured) if c.dims is None else None
+        if data is not None:
+            out.copy_(data)
+            return
         first = tensors[c.members[0]]
         if c.dims is not None:
             bits = _BITS[first.itemsize]
@@ -231,12 +193,9 @@ class Plan:
         """Small extents that are not plain CPU bytes: one transfer per device."""
         parts: dict[torch.device, list[tuple[int, Tensor]]] = {}
         for e in self._packed_inline:
-            c = self._cuts[e]
-            data = self._flat(e, tensors, measured) if c.dims is None else None
-            if data is None:
-                device = tensors[c.members[0]].device
-                data = torch.empty(self.specs[e].nbytes, dtype=torch.uint8, device=device)
-                self._fill(e, data, tensors, measured)
+            device = tensors[self._cuts[e].members[0]].device
+            data = torch.empty(self.specs[e].nbytes, dtype=torch.uint8, device=device)
+            self._fill(e, data, tensors, measured)
             parts.setdefault(data.device, []).append((e, data))
         out: dict[int, bytes] = {}
         for items in parts.values():
@@ -249,31 +208,34 @@ class Plan:
 
     def _copy(
         self,
-        copies: list[tuple[int, Tensor | None]],
+        copies: list[int],
         tensors: Sequence[Tensor],
         measured: Probe,
         sources: dict[int, Source],
         pool: BufferPool,
     ) -> list[Tensor]:
         """Private copies of extents, side by side in one buffer per device."""
-        places: dict[torch.device, list[tuple[int, Tensor | None, int]]] = {}
-        total: dict[torch.device, int] = {}
-        for e, data in copies:
-            device = tensors[self._cuts[e].members[0]].device
-            at = total.get(device, 0)
-            places.setdefault(device, []).append((e, data, at))
-            total[device] = at + -(-self.specs[e].nbytes // _ALIGN) * _ALIGN
+        by_device: dict[torch.device, list[int]] = {}
+        for e in copies:
+            by_device.setdefault(tensors[self._cuts[e].members[0]].device, []).append(e)
         buffers: list[Tensor] = []
-        for device, items in places.items():
-            buffer = pool.take(device, total[device])
+        for device, extents in by_device.items():
+            sizes: list[int] = []
+            for e in extents:
+                nbytes = self.specs[e].nbytes
+                sizes += (nbytes, -nbytes % _ALIGN)
+            buffer = pool.take(device, sum(sizes))
             buffers.append(buffer)
-            for e, data, at in items:
-                out = buffer[at : at + self.specs[e].nbytes]
-                if data is None:
-                    self._fill(e, out, tensors, measured)
+            pieces = buffer[: sum(sizes)].split_with_sizes(sizes)
+            at = buffer.data_ptr()
+            for e, out in zip(extents, pieces[::2], strict=True):
+                c, nbytes = self._cuts[e], self.specs[e].nbytes
+                if c.plain and nbytes <= _MEMMOVE_BYTES:
+                    ctypes.memmove(at, int(measured.address[c.members[0]]) + c.shift, nbytes)
                 else:
-                    out.copy_(data)
+                    self._fill(e, out, tensors, measured)
                 sources[e] = Source(out, False, self._keys[e], None)
+                at += nbytes + -nbytes % _ALIGN
         return buffers
 
 
@@ -286,7 +248,6 @@ def _bytes_of(tensor: Tensor, offset: int, nbytes: int) -> Tensor:
 def plan(
     paths: Sequence[str],
     slots: Sequence[int],
-    tensors: Sequence[Tensor],
     measured: Probe,
     *,
     live: Sequence[bool],
@@ -294,12 +255,10 @@ def plan(
 ) -> Plan:
     """Cut `tensors` into extents. `live[i]`: tensor i may be read after the capture returned.
 
-    An extent is live when live tensors cover all of its bytes. Raises `InvalidInputError` naming
-    the path of the first tensor that cannot be represented.
+    An extent is live when live tensors cover all of its bytes. The tensors must have passed
+    `tensors.refuse_unsupported`.
     """
     facts = measured.facts
-    for path, tensor in zip(paths, tensors, strict=True):
-        refuse_unsupported(path, tensor)
     filled: dict[torch.device, list[int]] = {}
     spread: dict[int, spans.Span] = {}
     for i, (shape, stride, dtype, device, *_) in enumerate(facts):
@@ -327,12 +286,15 @@ def plan(
         specs.append(ExtentSpec(nbytes, chunk_bytes, name))
         keys.append(f"{paths[first]}\n{nbytes} {name} {chunk_bytes} {device}")
         alive = [spread[i] for i in g.members if i in spread and live[i]]
+        shift = g.start - spread[first].start if nbytes else 0
+        padded = nbytes > 0 and g.start < min(spread[i].start for i in g.members)
         cuts.append(
             _Cut(
                 g.members,
-                g.start - spread[first].start if nbytes else 0,
+                shift,
                 g.dims,
                 bool(alive) and g.dims is None and spans.covered(alive, g.start, g.end),
+                g.dims is None and device.type == "cpu" and not padded,
             )
         )
         for i in g.members:
@@ -363,7 +325,7 @@ def _whole(here: Sequence[spans.Span], groups: list[spans.Group]) -> list[spans.
     return out
 
 
-def _view(slot: int, extent: int, facts: _Facts, offset: int, *, packed: bool) -> TensorView:
+def _view(slot: int, extent: int, facts: Facts, offset: int, *, packed: bool) -> TensorView:
     shape, stride, dtype, device, requires_grad, kind, _, conj, neg = facts
     return TensorView(
         slot=slot,

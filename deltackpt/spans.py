@@ -102,6 +102,8 @@ def clusters(spans: Sequence[Span]) -> list[list[int]]:
 
 def cut(spans: Sequence[Span], cluster: Sequence[int]) -> list[Group]:
     """The groups of one cluster (see the module's docstring)."""
+    if len(cluster) == 1 and spans[cluster[0]].dense:
+        return [Group((cluster[0],), spans[cluster[0]].start, spans[cluster[0]].end, None)]
     kinds: dict[tuple[int, int, Dims], list[int]] = {}
     for i in cluster:
         kinds.setdefault((spans[i].start, spans[i].itemsize, spans[i].dims), []).append(i)

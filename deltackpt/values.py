@@ -6,6 +6,7 @@ those of the store and are re-exported, so that the trainer side has them with t
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from deltackpt_store.values import decode, encode, register
 __all__ = ["decode", "dtype_from_name", "dtype_name", "encode"]
 
 
+@functools.cache
 def dtype_name(dtype: torch.dtype) -> str:
     """``"bfloat16"`` for torch.bfloat16: the name under which a dtype is recorded."""
     return str(dtype).removeprefix("torch.")

@@ -1,0 +1,79 @@
+"""Tensors measured at one moment: facts, addresses, storages.
+
+Addresses are comparable inside one probe only: memory is reused between saves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from .tensors import refuse_unsupported
+
+_ADDRESSED = frozenset(("cpu", "cuda", "xpu"))  # data_ptr() orders the bytes of a device
+
+Facts = tuple[Any, ...]
+"""(shape, stride, dtype, device, requires_grad, type, layout, conj, neg)"""
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """The tensors of one capture as measured: facts per tensor, addresses and storages."""
+
+    facts: list[Facts]
+    address: NDArray[np.int64]
+    offset: NDArray[np.int64]  # of the first element in its storage, in elements
+    storage: NDArray[np.int64]  # bytes of the storage
+
+
+def probe(
+    paths: Sequence[str], tensors: Sequence[Tensor], expected: list[Facts] | None = None
+) -> Probe | None:
+    """Measure `tensors`; `InvalidInputError` names the path of one that has no readable memory.
+
+    With `expected`, the facts of an earlier probe: None as soon as a tensor differs from them.
+    (Facts are compared one by one and not collected: 20,000 new tuples would wake the garbage
+    collector, which costs more than all the rest.)
+    """
+    try:
+        if expected is None:
+            facts: list[Facts] = [
+                (t.shape, t.stride(), t.dtype, t.device, t.requires_grad, type(t), t.layout,
+                 t.is_conj(), t.is_neg())
+                for t in tensors
+            ]  # fmt: skip
+        elif len(tensors) == len(expected) and all(
+            (t.shape, t.stride(), t.dtype, t.device, t.requires_grad, type(t), t.layout,
+             t.is_conj(), t.is_neg()) == known
+            for t, known in zip(tensors, expected, strict=True)
+        ):  # fmt: skip
+            facts = expected
+        else:
+            return None
+        count = len(tensors)
+        address = np.fromiter((t.data_ptr() for t in tensors), np.uint64, count).view(np.int64)
+        offset = np.fromiter((t.storage_offset() for t in tensors), np.int64, count)
+        storage = np.fromiter((t.untyped_storage().nbytes() for t in tensors), np.int64, count)
+    except Exception:
+        for path, tensor in zip(paths, tensors, strict=True):
+            refuse_unsupported(path, tensor)
+        raise
+    if any(t.device.type not in _ADDRESSED for t in tensors if t.device.type != "cpu"):
+        address = _pseudo_addresses(tensors)
+    return Probe(facts, address, offset, storage)
+
+
+def _pseudo_addresses(tensors: Sequence[Tensor]) -> NDArray[np.int64]:
+    """Stand-ins where data_ptr() is only a handle: the same order of bytes within a storage."""
+    number: dict[int, int] = {}
+    out = [
+        ((1 + number.setdefault(t.untyped_storage().data_ptr(), len(number))) << 44)
+        + t.storage_offset() * t.itemsize
+        for t in tensors
+    ]
+    return np.array(out, np.int64)
