@@ -25,7 +25,9 @@ MAX_DEPTH = 8
 SLACK_BYTES = 4096
 """No payload is larger than its chunk by more than this."""
 
-_HEAD_BYTES = 64 * 1024  # the front of an encoded record is never longer
+HEAD_BYTES = 64 * 1024
+"""The front of an encoded record is never longer."""
+
 _CACHE_BYTES = 16 * 1024 * 1024  # reference chunks kept
 _REFERENCE_BYTES = 512 * 1024 * 1024  # raw bytes of references read for one chunk
 _REFERENCE_READS = 4096  # references read for one chunk, all depths together
@@ -88,7 +90,7 @@ class Fetcher:
             if blake3(task.dest).digest() != task.id:
                 raise mismatch(task.id, place.pack)
             return
-        if place.stored > len(task.dest) + SLACK_BYTES or place.header > _HEAD_BYTES:
+        if place.stored > len(task.dest) + SLACK_BYTES or place.header > HEAD_BYTES:
             raise unreadable(task.id, "its record declares impossible lengths")
         data = memoryview(bytearray(place.header + place.stored))
         self.fill(place.pack, [data], place.offset, len(data))

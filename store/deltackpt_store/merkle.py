@@ -23,8 +23,8 @@ _TENSOR = b"deltackpt tensor 1\n"
 _OBJECT = b"deltackpt object 1\n"
 _ROOT = b"deltackpt root 1\n"
 _SUBTREE = b"deltackpt subtree 1\n"
-_LEAF = struct.Struct("<cI")
-_KIND_TENSOR, _KIND_OBJECT = b"t", b"o"
+_LENGTH = struct.Struct("<I")  # of a path
+_LEAF = struct.Struct("<?I")  # whether it is a tensor, and which extent it views
 
 
 def _numbers(values: Sequence[int] | None) -> str:
@@ -47,7 +47,11 @@ def object_digest(document: bytes) -> bytes:
 
 
 class _Plan:
-    """The part of a root that depends on the layout only, kept between the steps of a run."""
+    """The part of a root that depends on the layout only, kept between the steps of a run.
+
+    `kept[slot]` is the content last hashed for a leaf and its digest: the same object has the same
+    digest, provided that it cannot be written to.
+    """
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
@@ -57,15 +61,34 @@ class _Plan:
             views[view.slot] = view
         self.views = views
         self.headers = [
-            b"" if view is None else tensor_header(view, layout.extents[view.extent])
+            _OBJECT if view is None else tensor_header(view, layout.extents[view.extent])
             for view in views
         ]
-        paths = [path.encode() for path in layout.paths]
-        self.paths = [struct.pack("<I", len(path)) + path for path in paths]
+        self.extents = [None if view is None else view.extent for view in views]
+        self.paths = [path.encode() for path in layout.paths]
+        self.kept: list[tuple[object, bytes]] = [(None, b"")] * count
+
+    def digest(self, snapshot: Snapshot, slot: int) -> bytes:
+        """Digest of one leaf, from `kept` when its content is the very object hashed before."""
+        extent = self.extents[slot]
+        if extent is None:
+            content = snapshot.objects[slot]
+        else:
+            content = snapshot.chunks.get(extent)
+            if content is None:
+                content = snapshot.inline[extent]
+        known, digest = self.kept[slot]
+        if known is not content:
+            hasher = blake3(self.headers[slot])
+            data = content if isinstance(content, bytes) else content.reshape(-1).data
+            digest = hasher.update(data).digest()
+            if isinstance(content, bytes) or not content.flags.writeable:
+                self.kept[slot] = (content, digest)
+        return digest
 
 
 _plans: OrderedDict[int, _Plan] = OrderedDict()
-_PLANS_KEPT = 4
+_PLANS_KEPT = 2
 
 
 def _plan(layout: Layout) -> _Plan:
@@ -81,32 +104,18 @@ def _plan(layout: Layout) -> _Plan:
     return plan
 
 
-def _content(snapshot: Snapshot, extent: int) -> bytes | memoryview:
-    ids = snapshot.chunks.get(extent)
-    return snapshot.inline[extent] if ids is None else ids.data.cast("B") if len(ids) else b""
-
-
 def tensor_digest(snapshot: Snapshot, slot: int) -> bytes:
     """Digest of the tensor in `slot`: description, then chunk ids (or the inline bytes)."""
     plan = _plan(snapshot.layout)
-    view = plan.views[slot]
-    if view is None:
+    if plan.views[slot] is None:
         raise IndexError(f"slot {slot} holds no tensor")
-    return blake3(plan.headers[slot]).update(_content(snapshot, view.extent)).digest()
+    return plan.digest(snapshot, slot)
 
 
-def leaf_digests(snapshot: Snapshot, slots: Sequence[int] | None = None) -> dict[int, bytes]:
-    """Digest of every leaf (or of the given slots): tensors and objects alike."""
+def leaf_digests(snapshot: Snapshot) -> list[bytes]:
+    """Digest of every leaf by slot, tensors and objects alike."""
     plan = _plan(snapshot.layout)
-    digests: dict[int, bytes] = {}
-    for slot in range(len(plan.views)) if slots is None else slots:
-        view = plan.views[slot]
-        if view is None:
-            digests[slot] = object_digest(snapshot.objects[slot])
-        else:
-            content = _content(snapshot, view.extent)
-            digests[slot] = blake3(plan.headers[slot]).update(content).digest()
-    return digests
+    return [plan.digest(snapshot, slot) for slot in range(len(plan.views))]
 
 
 def _leaves(snapshot: Snapshot, slots: Sequence[int], skip: int) -> bytes:
@@ -116,20 +125,13 @@ def _leaves(snapshot: Snapshot, slots: Sequence[int], skip: int) -> bytes:
     """
     plan = _plan(snapshot.layout)
     numbers: dict[int, int] = {}
-    out = bytearray(struct.pack("<Q", len(slots)))
-    digests = leaf_digests(snapshot, slots)
+    out = [struct.pack("<Q", len(slots))]
     for slot in slots:
-        path, view = plan.paths[slot], plan.views[slot]
-        if skip:
-            cut = path[4 + skip :]
-            path = struct.pack("<I", len(cut)) + cut
-        out += path
-        if view is None:
-            out += _LEAF.pack(_KIND_OBJECT, 0)
-        else:
-            out += _LEAF.pack(_KIND_TENSOR, numbers.setdefault(view.extent, len(numbers)))
-        out += digests[slot]
-    return bytes(out)
+        path, extent = plan.paths[slot][skip:], plan.extents[slot]
+        number = 0 if extent is None else numbers.setdefault(extent, len(numbers))
+        out += (_LENGTH.pack(len(path)), path, _LEAF.pack(extent is not None, number))
+        out.append(plan.digest(snapshot, slot))
+    return b"".join(out)
 
 
 def root(snapshot: Snapshot, prefix: str | None = None) -> bytes:

@@ -229,7 +229,7 @@ class _Run:
         self._packs = packs
         self._plan = plan
         self._units: Iterator[tuple[int, int]] = iter(plan.units)
-        self._threads = min(_thread_count(threads, plan.bytes, len(plan.ids)), len(plan.units))
+        self._threads = min(thread_count(threads, plan.bytes, len(plan.ids)), len(plan.units))
         self._lock = threading.Lock()
         self._failures: list[_Failure] = []
         self._fatal: BaseException | None = None
@@ -340,7 +340,8 @@ class _Run:
         return _Failure(task.id, task.dest, task.place, mismatch(task.id, task.place.pack))
 
 
-def _thread_count(threads: int | None, total: int, chunks: int) -> int:
+def thread_count(threads: int | None, total: int, chunks: int) -> int:
+    """Threads to read `total` bytes in `chunks` with, when `threads` does not say."""
     if threads is not None:
         return max(1, threads)
     if total < _PARALLEL_BYTES:

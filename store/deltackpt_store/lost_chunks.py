@@ -1,0 +1,117 @@
+"""Which needed chunks cannot be read any more, given what the packs hold and what is damaged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deltackpt_store.errors import DeltackptError
+from deltackpt_store.manifest import Ids
+from deltackpt_store.pack_set import PackSet
+from deltackpt_store.reader import UNIT_BYTES, ChunkReader, Request
+from deltackpt_store.scrub import BadRecord
+
+_BATCH_BYTES = 16 * UNIT_BYTES
+
+Lost = dict[bytes, str]
+"""Chunk id -> why it cannot be read."""
+
+
+def lost_chunks(
+    packs: PackSet, ids: Ids, lengths: NDArray[np.int64], bad: Iterable[BadRecord]
+) -> Lost:
+    """Chunks that no sound record holds, among those needed and those of the `bad` records.
+
+    `ids` and `lengths` are the chunks needed. A chunk with another copy, in an intact pack or found
+    by scanning a damaged one, is not lost.
+    """
+    suspects: dict[bytes, int | None] = {}
+    broken: set[tuple[str, int]] = set()
+    for record in bad:
+        if not record.readable:
+            broken.add((record.pack, record.offset))
+            suspects[record.id] = None
+    if len(ids):
+        found = packs.index.find(ids)
+        doubtful = (found.packs < 0) | (found.entries["raw"] != lengths)
+        for row in np.flatnonzero(doubtful).tolist():
+            suspects[ids[row].tobytes()] = int(lengths[row])
+    lost: Lost = {}
+    for chunk_id, length in suspects.items():
+        places = packs.index.locations(chunk_id) + packs.salvage(chunk_id)
+        sound = [place.raw for place in places if (place.pack, place.offset) not in broken]
+        if not sound:
+            lost[chunk_id] = "no intact record holds it"
+        elif length is not None and length not in sound:
+            lost[chunk_id] = f"it has {sound[0]} bytes where {length} are needed"
+    _lose_dependents(packs, lost)
+    return lost
+
+
+def _lose_dependents(packs: PackSet, lost: Lost) -> None:
+    """Add chunks all of whose records are coded against chunks that are lost themselves."""
+    coded: dict[bytes, list[tuple[bytes, ...]]] = {}
+    for name in packs.index.packs():
+        entries = packs.index.entries(name)
+        if entries is not None and len(entries.refs):
+            for row in np.flatnonzero(entries.table["refs"]).tolist():
+                coded.setdefault(entries.id(row), []).append(entries.references(row))
+    if not coded:
+        return
+    referenced = {reference for rows in coded.values() for refs in rows for reference in refs}
+    gone = {r for r in referenced if packs.index.get(r) is None and not packs.salvage(r)}
+    gone.update(lost)
+    grown = True
+    while grown:
+        grown = False
+        for chunk_id, rows in coded.items():
+            if chunk_id in gone or len(rows) < len(packs.index.locations(chunk_id)):
+                continue
+            if all(any(reference in gone for reference in refs) for refs in rows):
+                gone.add(chunk_id)
+                lost[chunk_id] = "what it is coded against is lost"
+                grown = True
+
+
+def read_back(
+    packs: PackSet, hints: Iterable[str], ids: Ids, lengths: NDArray[np.int64], known: Lost,
+    threads: int | None,
+) -> Lost:  # fmt: skip
+    """Read every needed chunk that is not in `known` the way a restore does; return the failures.
+
+    Memory is bounded by 64 MiB (or the largest chunk), and what a reader takes.
+    """
+    reader = ChunkReader(packs, hints)
+    buffer = memoryview(bytearray(max(_BATCH_BYTES, int(lengths.max(initial=0)))))
+    failed: Lost = {}
+    batch: list[Request] = []
+    used = 0
+    for row in _file_order(packs, ids):
+        chunk_id, length = ids[row].tobytes(), int(lengths[row])
+        if chunk_id in known:
+            continue
+        if used + length > len(buffer):
+            _read(reader, batch, threads, failed)
+            batch, used = [], 0
+        batch.append((chunk_id, buffer[used : used + length]))
+        used += length
+    _read(reader, batch, threads, failed)
+    return failed
+
+
+def _file_order(packs: PackSet, ids: Ids) -> list[int]:
+    if not len(ids):
+        return []
+    found = packs.index.find(ids)
+    return np.lexsort((found.entries["offset"], found.packs)).tolist()
+
+
+def _read(reader: ChunkReader, batch: list[Request], threads: int | None, failed: Lost) -> None:
+    try:
+        reader.read(batch, threads)
+    except DeltackptError as error:
+        ids: Any = error.context.get("ids") or [chunk_id for chunk_id, _ in batch]
+        failed.update(dict.fromkeys(ids, error.message))

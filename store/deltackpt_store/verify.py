@@ -1,0 +1,308 @@
+"""Proving a store: everything that is damaged, and which steps and tensors each damage hits."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from typing import Literal, get_args
+
+import msgspec
+import numpy as np
+
+from deltackpt_store import values_decode
+from deltackpt_store.errors import (
+    CorruptionError,
+    DeltackptError,
+    InvalidInputError,
+    UnsupportedFormatError,
+)
+from deltackpt_store.impact import DamageMap, NeededChunks
+from deltackpt_store.lost_chunks import Lost, lost_chunks, read_back
+from deltackpt_store.manifest import Commit
+from deltackpt_store.names import is_digest_name, parse_number
+from deltackpt_store.names import pack_path as relative_pack_path
+from deltackpt_store.pack_set import PackSet
+from deltackpt_store.scrub import BadRecord, Progress, scrub
+from deltackpt_store.store import Store
+
+Level = Literal["structure", "chunks", "restore"]
+
+
+class Hit(msgspec.Struct, frozen=True, kw_only=True):
+    """A step that a finding damages, and the leaves of it that are lost.
+
+    `tensors` is empty when the whole step is lost (its commit or manifest is damaged); `step` is
+    None when the commit is too damaged to tell.
+    """
+
+    run: str
+    number: int
+    step: int | None = None
+    tensors: tuple[str, ...] = ()
+
+
+class Finding(msgspec.Struct, frozen=True, kw_only=True):
+    """One thing that is wrong.
+
+    `kind` is format, store, commit, manifest, pin, pack, chunk or value; `name` the file's path in
+    the store, the chunk id in hexadecimal, or the path of the value. `pack` is the file that holds
+    the damaged record of a chunk. `hits` are the steps that cannot be restored whole because of
+    it: none when everything they need can still be read, from another copy or otherwise.
+    """
+
+    kind: str
+    name: str
+    reason: str
+    pack: str | None = None
+    hits: tuple[Hit, ...] = ()
+
+
+class VerifyReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What was checked, and everything that was found to be wrong."""
+
+    level: str
+    runs: int
+    commits: int
+    manifests: int
+    packs: int
+    chunks: int
+    bytes: int
+    findings: tuple[Finding, ...]
+
+    @property
+    def ok(self) -> bool:
+        return not self.findings
+
+    @property
+    def damaged_steps(self) -> list[tuple[str, int]]:
+        """(run, step) of every step known to be unrestorable in whole, sorted."""
+        hits = [hit for finding in self.findings for hit in finding.hits]
+        return sorted({(hit.run, hit.step) for hit in hits if hit.step is not None})
+
+
+def verify(
+    store: Store,
+    *,
+    level: Level = "chunks",
+    run: str | None = None,
+    progress: Progress | None = None,
+    threads: int | None = None,
+) -> VerifyReport:
+    """Check `store` (or only what `run` needs) and report all damage; never stops at the first.
+
+    Levels, each including the ones before: ``structure`` checks every commit, manifest, pin and
+    pack table, recomputes roots, and looks up every chunk that a step needs; ``chunks`` reads every
+    record of every pack and proves it by its id; ``restore`` also reads the chunks of all steps
+    the way a restore does and decodes the plain values. Nothing is written, and nothing that
+    `store` remembers from earlier is trusted.
+
+    `progress` is called with (bytes done, bytes in all) by one thread at a time.
+    NotFoundError when `run` does not exist, InvalidInputError for an unknown level.
+    """
+    if level not in get_args(Level):
+        raise InvalidInputError(
+            f"there is no verify level {level!r}", hint=f"use one of {', '.join(get_args(Level))}"
+        )
+    return _Verification(store, run).work(level, progress, threads)
+
+
+class _Verification:
+    def __init__(self, store: Store, run: str | None) -> None:
+        self._findings: list[Finding] = []
+        try:
+            self._store = Store.open(store.path, io=store.io)
+        except DeltackptError as error:
+            self._found("format", "FORMAT", error)
+            self._store = Store(store.path, store.io, store.format)
+        self._packs = PackSet(store.io, store.path, store.uuid)
+        self._run = run
+        self._commits: list[Commit] = []  # those whose snapshot resolves
+        self._manifests: set[str] = set()
+        self._failed: dict[str, tuple[DeltackptError, list[Hit]]] = {}  # by manifest file
+        self._closure: set[str] = set()
+        self._needed = NeededChunks()
+
+    def _found(
+        self,
+        kind: str,
+        name: str,
+        error: Exception | str,
+        hits: Iterable[Hit] = (),
+        pack: str | None = None,
+    ) -> None:
+        reason = error.message if isinstance(error, DeltackptError) else str(error)
+        self._findings.append(
+            Finding(kind=kind, name=name, reason=reason, pack=pack, hits=tuple(hits))
+        )
+
+    def work(self, level: Level, progress: Progress | None, threads: int | None) -> VerifyReport:
+        runs = self._check_runs()
+        names = self._check_packs()
+        bad: list[BadRecord] = []
+        if level != "structure":
+            bad = scrub(self._packs, names, threads=threads, progress=progress)
+        ids, lengths = self._needed.get()
+        lost = lost_chunks(self._packs, ids, lengths, bad)
+        if level == "restore":
+            lost.update(read_back(self._packs, self._closure, ids, lengths, lost, threads))
+            self._decode_values()
+        self._report_chunks(lost, bad)
+        tables = [t.table for n in names if (t := self._packs.index.entries(n)) is not None]
+        return VerifyReport(
+            level=level,
+            runs=runs,
+            commits=len(self._commits),
+            manifests=len(self._manifests),
+            packs=len(names),
+            chunks=sum(map(len, tables)),
+            bytes=sum(int(table["stored"].sum(dtype=np.int64)) for table in tables),
+            findings=tuple(self._findings),
+        )
+
+    # commits, manifests, pins ----------------------------------------------------------------
+
+    def _check_runs(self) -> int:
+        """Read every commit and resolve its snapshot, noting what it needs; number of runs."""
+        if self._run is not None:
+            self._store.numbers(self._run)  # NotFoundError for an unknown run
+            self._check_run(self._run)
+            count = 1
+        else:
+            try:
+                runs = self._store.runs()
+            except DeltackptError as error:
+                self._found("store", "runs", error)
+                runs = []
+            for run in runs:
+                self._check_run(run)
+            self._check_pins()
+            self._check_other_manifests()
+            count = len(runs)
+        for name, (error, hits) in self._failed.items():
+            self._found("manifest", name, error, hits)
+        return count
+
+    def _check_run(self, run: str) -> None:
+        try:
+            commits = self._store.commits(run)
+        except DeltackptError as error:
+            self._found("store", f"runs/{run}", error)
+            return
+        for path, error in commits.damaged:
+            number = parse_number(path.rsplit("/", 1)[-1]) or 0
+            self._found("commit", path, error, [Hit(run=run, number=number)])
+        for commit in commits:
+            self._manifests.update(d.hex() for d in (commit.manifest, commit.base) if d)
+            try:
+                snapshot = self._store.snapshot(commit)
+            except DeltackptError as error:
+                name = str(error.context.get("path") or f"manifests/{commit.manifest.hex()}")
+                self._failed.setdefault(name, (error, []))[1].append(_hit(commit))
+            else:
+                self._commits.append(commit)
+                self._closure.update(snapshot.packs)
+                self._needed.add(snapshot)
+
+    def _check_pins(self) -> None:
+        try:
+            pins = self._store.pins()
+        except DeltackptError as error:
+            self._found("store", "pins", error)
+            return
+        for path, error in pins.damaged:
+            self._found("pin", path, error)
+        for name in pins:
+            try:
+                self._store.pinned(name)
+            except DeltackptError as error:
+                self._found("pin", f"pins/{name}", error)
+
+    def _check_other_manifests(self) -> None:
+        """Manifests that no commit names (any more): a save may come to rely on them."""
+        try:
+            names = set(self._store.io.list(f"{self._store.path}/manifests"))
+        except OSError as error:
+            self._found("store", "manifests", error)
+            return
+        known = self._manifests.union(name.rsplit("/", 1)[-1] for name in self._failed)
+        for name in sorted(filter(is_digest_name, names - known)):
+            try:
+                self._store.manifest(bytes.fromhex(name))
+            except DeltackptError as error:
+                self._found("manifest", f"manifests/{name}", error)
+
+    def _decode_values(self) -> None:
+        for commit in self._commits:
+            snapshot = self._store.snapshot(commit)
+            for slot, document in snapshot.objects.items():
+                path = snapshot.layout.paths[slot]
+                try:
+                    with warnings.catch_warnings():
+                        warnings.simplefilter("ignore")
+                        values_decode.decode(document, path)
+                except (CorruptionError, UnsupportedFormatError) as error:
+                    self._found("value", path, error, [_hit(commit, (path,))])
+                except InvalidInputError:
+                    continue  # of a class that only the training program knows
+
+    # packs and chunks ------------------------------------------------------------------------
+
+    def _check_packs(self) -> list[str]:
+        """Read the table of every pack concerned; return the names of the intact ones."""
+        names = self._closure
+        if self._run is None:
+            try:
+                names = names.union(self._packs.names())
+            except DeltackptError as error:
+                self._found("store", "packs", error)
+        intact: list[str] = []
+        for name in sorted(names):
+            try:
+                self._packs.load([name])
+            except DeltackptError as error:
+                self._packs.damaged[name] = error
+            if name not in self._packs.damaged:
+                intact.append(name)
+        return intact
+
+    def _report_chunks(self, lost: Lost, bad: list[BadRecord]) -> None:
+        """One finding for each damaged pack, damaged record, and chunk lost in another way."""
+        hits, blamed = self._hits(lost, {record.id for record in bad})
+        for name, error in sorted(self._packs.damaged.items()):
+            self._found("pack", relative_pack_path(name), error, blamed.get(name, {}).values())
+        for record in bad:
+            where = relative_pack_path(record.pack)
+            self._found("chunk", record.id.hex(), record.error, hits.get(record.id, ()), where)
+        for chunk_id in sorted(hits.keys() - {record.id for record in bad}):
+            self._found("chunk", chunk_id.hex(), lost[chunk_id], hits[chunk_id])
+
+    def _hits(
+        self, lost: Lost, known: set[bytes]
+    ) -> tuple[dict[bytes, list[Hit]], dict[str, dict[int, Hit]]]:
+        """Hits by chunk, and by damaged pack for the chunks that are only known to be gone.
+
+        A chunk that no pack table mentions (and is not in `known`) is blamed on the damaged packs
+        that the step depends on, when there are any.
+        """
+        hits: dict[bytes, list[Hit]] = {}
+        blamed: dict[str, dict[int, Hit]] = {}
+        if not lost:
+            return hits, blamed
+        unlisted = {i for i in lost if i not in known and self._packs.index.get(i) is None}
+        mapping = DamageMap(set(lost))
+        for place, commit in enumerate(self._commits):
+            snapshot = self._store.snapshot(commit)
+            culprits = self._packs.damaged.keys() & set(snapshot.packs)
+            gone: dict[str, None] = {}
+            for chunk_id, paths in mapping.hits(snapshot).items():
+                if culprits and chunk_id in unlisted:
+                    gone.update(dict.fromkeys(paths))
+                else:
+                    hits.setdefault(chunk_id, []).append(_hit(commit, paths))
+            for culprit in culprits if gone else ():
+                blamed.setdefault(culprit, {})[place] = _hit(commit, gone)
+        return hits, blamed
+
+
+def _hit(commit: Commit, tensors: Iterable[str] = ()) -> Hit:
+    return Hit(run=commit.run, number=commit.number, step=commit.step, tensors=tuple(tensors))
