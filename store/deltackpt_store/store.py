@@ -239,6 +239,7 @@ def _create(io: FileIO, path: str, exist_ok: bool, mode: int | None) -> Format:
                 continue
             if mode is not None:
                 io.chmod(directory, mode)
+    io.sync_directory(path)  # FORMAT must not outlive its directories in a power cut
     if description is not None:
         return description
     description = new_format()
@@ -251,7 +252,6 @@ def _create(io: FileIO, path: str, exist_ok: bool, mode: int | None) -> Format:
         if made is None:
             raise
         description = made
-    io.sync_directory(path)
     io.sync_directory(os.path.dirname(path))
     return description
 
