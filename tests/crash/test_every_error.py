@@ -14,7 +14,7 @@ import pytest
 from deltackpt_store.errors import DeltackptError
 from deltackpt_store.fileio import FileIO
 from deltackpt_store.store import Store
-from deltackpt_store.testing import FailingIO, ShortIO
+from deltackpt_store.testing import FailingIO, ShortIO, SimulatedDisk
 from saver import CHUNK, Saver, check_whole
 
 ERRORS = (errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.ESTALE, errno.EROFS)
@@ -23,12 +23,12 @@ ERRORS = (errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.ESTALE, errno.EROFS)
 # case 79
 @pytest.mark.parametrize("persistent", [False, True], ids=["once", "for-good"])
 @pytest.mark.parametrize("number", ERRORS, ids=[errno.errorcode[e] for e in ERRORS])
-def test_every_call_of_a_save_may_fail(tmp_path: Path, number: int, persistent: bool) -> None:
+def test_every_call_of_a_save_may_fail(number: int, persistent: bool) -> None:
     failures = 0
     for fail_at in range(1, 200):
-        io = FailingIO(number=number, persistent=persistent)
-        path = str(tmp_path / f"store-{fail_at}")
-        saver = Saver(path, io, pack_bytes=2 * CHUNK)
+        disk = SimulatedDisk()
+        io = FailingIO(disk, number=number, persistent=persistent)
+        saver = Saver("/store", io, pack_bytes=2 * CHUNK)
         acknowledged = {0}
         saver.save(0)
         io.count, io.fail_at = 0, fail_at
@@ -40,11 +40,11 @@ def test_every_call_of_a_save_may_fail(tmp_path: Path, number: int, persistent: 
             saver.writer.abort()
         done = not io.failed
         io.fail_at = None
-        check_whole(Store.open(path), acknowledged, f"call {fail_at}")
+        check_whole(Store.open("/store", io=disk), acknowledged, f"call {fail_at}")
         again = saver.save(2)
         saver.writer.close()
         assert again.step == 2
-        check_whole(Store.open(path), acknowledged | {2}, f"call {fail_at}, after")
+        check_whole(Store.open("/store", io=disk), acknowledged | {2}, f"call {fail_at}, after")
         if done:
             break
     else:

@@ -11,8 +11,8 @@ from typing import Any
 from deltackpt_store.fileio import Buffer, FileIO
 
 CALLS = (
-    "create", "write", "sync", "close", "link", "unlink", "sync_directory", "mkdir", "rmdir", "chmod",
-    "open", "size", "read_into", "list", "exists", "free_bytes",
+    "create", "write", "sync", "close", "link", "unlink", "sync_directory", "mkdir", "rmdir",
+    "chmod", "open", "size", "read_into", "list", "exists", "free_bytes",
 )  # fmt: skip
 """Names of all operations of a file layer."""
 
