@@ -26,7 +26,11 @@ _ABSENT = object()
 
 
 def build(
-    structure: bytes, leaf: Callable[[int], Any], *, keep: Container[int] | None = None
+    structure: bytes,
+    leaf: Callable[[int], Any],
+    *,
+    keep: Container[int] | None = None,
+    parts: Callable[[tuple[int, ...]], Any] | None = None,
 ) -> Any:
     """The nested state that `structure` describes, each leaf being ``leaf(slot)``.
 
@@ -35,12 +39,13 @@ def build(
     With `keep`, slots outside of it are left out: dict entries without any kept leaf vanish, and
     list, tuple and namedtuple items that are not kept become None. A sparse tensor is kept when
     all of its parts are.
-    Sparse tensors and large NumPy arrays are put together here from the tensors of their parts.
+    Sparse tensors and large NumPy arrays are put together here from the tensors of their parts;
+    with `parts`, whatever it returns for their slots stands in their place instead.
     Raises `CorruptionError` (kind "structure") for a malformed document.
     """
     try:
         root = msgspec.msgpack.decode(structure)
-        built = _Builder(leaf, keep).node(root, 0)
+        built = _Builder(leaf, keep, parts).node(root, 0)
     except DeltackptError:
         raise
     except (msgspec.DecodeError, RecursionError, _MalformedError) as error:
@@ -65,9 +70,15 @@ def _parts(node: list[Any], count: int) -> list[Any]:
 
 
 class _Builder:
-    def __init__(self, leaf: Callable[[int], Any], keep: Container[int] | None) -> None:
+    def __init__(
+        self,
+        leaf: Callable[[int], Any],
+        keep: Container[int] | None,
+        parts: Callable[[tuple[int, ...]], Any] | None,
+    ) -> None:
         self._leaf = leaf
         self._keep = keep
+        self._parts = parts
 
     def node(self, node: Any, depth: int) -> Any:
         """The value of `node`, or `_ABSENT` when it holds leaves and none of them is kept."""
@@ -165,6 +176,8 @@ class _Builder:
         *slots, parameter, requires_grad = rest[1:] if tag == "coo" else rest
         if not all(self._kept(slot) for slot in slots):
             return _ABSENT
+        if self._parts is not None:
+            return self._parts(tuple(slots))
         tensors = [self._tensor(slot) for slot in slots]
         try:
             out = _sparse_tensor(tag, tuple(_list(shape)), rest[0], tensors)
@@ -178,6 +191,8 @@ class _Builder:
         slot, description, shape = _parts(parts, 3)
         if not self._kept(slot):
             return _ABSENT
+        if self._parts is not None:
+            return self._parts((slot,))
         data = self._tensor(slot).cpu().numpy()
         dtype = dtype_from_description(description)
         try:
