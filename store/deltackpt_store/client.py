@@ -421,7 +421,7 @@ class WriterClient:
         with self._condition:
             if self._error is None and (broken or self._pending or not self._closed):
                 self._error = broken or WriterError(
-                    f"the writer (process {self.writer_pid}) {self._connection.obituary()}",
+                    f"the writer (process {self.writer_pid}) {self._connection.obituary}",
                     hint="the next save starts a new one; steps already committed are safe",
                     pid=self.writer_pid,
                 )

@@ -54,6 +54,8 @@ class Connection:
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._pid = os.getpid()
         self._ended = False
+        self.obituary = ""
+        """How the writer ended, set before `on_end` is called."""
         self._running: Running | None = None
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         self._channel = Channel(ours)
@@ -102,11 +104,6 @@ class Connection:
             return not self._receiver.is_alive()
         return True
 
-    def obituary(self) -> str:
-        """How the writer ended; for use in `on_end`."""
-        assert self._running is not None
-        return self._running.obituary()
-
     def _send_loop(self) -> None:
         while (frame := self._outbox.get()) is not None:
             try:
@@ -129,6 +126,7 @@ class Connection:
         self._channel.shutdown()
         assert self._running is not None
         self._running.wait(_REAP_SECONDS)
+        self.obituary = self._running.bury()
         self._outbox.put(None)
         self._sender.join()
         self._ended = True

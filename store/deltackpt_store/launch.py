@@ -38,8 +38,8 @@ class Running(Protocol):
         """Wait until it has ended; False when `timeout` seconds were not enough."""
         ...
 
-    def obituary(self) -> str:
-        """How it ended, and the last words of its error output."""
+    def bury(self) -> str:
+        """Release what it left; returns how it ended and the last words of its error output."""
         ...
 
     def forget(self) -> None:
@@ -82,6 +82,8 @@ class WriterProcess:
                 start_new_session=True,
             )
         except OSError as error:
+            if self._stderr is not None:
+                self._stderr.close()
             raise WriterError(
                 f"cannot start the writer process: {error}", hint='use writer="thread"'
             ) from error
@@ -96,7 +98,7 @@ class WriterProcess:
             return False
         return True
 
-    def obituary(self) -> str:
+    def bury(self) -> str:
         code = self._process.returncode
         if code is None:
             how = "closed its channel"
@@ -105,6 +107,8 @@ class WriterProcess:
         else:
             how = f"ended with exit code {code}"
         tail = self._tail()
+        if self._stderr is not None:
+            self._stderr.close()
         return f"{how}; its last words: {tail}" if tail else how
 
     def forget(self) -> None:
@@ -149,7 +153,7 @@ class WriterThread:
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
-    def obituary(self) -> str:
+    def bury(self) -> str:
         how = "is a thread that ended"
         return f"{how}; its last words: {self._last_words}" if self._last_words else how
 

@@ -75,7 +75,7 @@ class Environment:
         try:
             with self._locked("gate.lock"):
                 self._open(map_bytes)
-        except (lmdb.Error, OSError) as error:
+        except (lmdb.Error, OSError, UnicodeError) as error:  # LMDB takes UTF-8 paths only
             self._close_locks()
             raise StorageError(
                 f"cannot open the index in {directory}: {error}", kind="index",

@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from deltackpt_store.errors import InvalidInputError, WriterError
+from deltackpt_store.errors import InvalidInputError, WriterError, to_wire
 from deltackpt_store.manifest import Layout
 
 PROTOCOL = 1
@@ -282,8 +282,13 @@ class Channel:
 
 
 def encode(message: ToWriter | ToTrainer) -> bytes:
-    """The frame of a message. Raises `InvalidInputError` when it is over the size limit."""
-    data = msgspec.msgpack.encode(message)
+    """The frame of a message. Raises `InvalidInputError` for what cannot travel."""
+    try:
+        data = msgspec.msgpack.encode(message)
+    except (UnicodeError, OverflowError, TypeError) as error:
+        raise InvalidInputError(
+            f"a {type(message).__name__} message holds what cannot be encoded: {error}"
+        ) from error
     if len(data) > MAX_FRAME:
         raise InvalidInputError(
             f"a {type(message).__name__} message of {len(data)} bytes is larger than the limit of"
@@ -291,6 +296,22 @@ def encode(message: ToWriter | ToTrainer) -> bytes:
             hint="keep large data in tensors, not in plain Python values",
         )
     return _length.pack(len(data)) + data
+
+
+def wire_error(error: BaseException) -> dict[str, Any]:
+    """``errors.to_wire``, for a message: paths that are not UTF-8 are shown with escapes."""
+
+    def shown(value: Any) -> Any:
+        return printable(value) if isinstance(value, str) else value
+
+    data = {key: shown(value) for key, value in to_wire(error).items()}
+    data["context"] = {key: shown(value) for key, value in data["context"].items()}
+    return data
+
+
+def printable(text: str) -> str:
+    """`text` with surrogates (bytes of a path that are not UTF-8) replaced by escapes."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def pack_records(

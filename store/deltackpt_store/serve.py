@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable
 
 from deltackpt_store import protocol
-from deltackpt_store.errors import DeltackptError, WriterError, to_wire
+from deltackpt_store.errors import DeltackptError, WriterError
 from deltackpt_store.fileio import FileIO
 from deltackpt_store.open_run import open_session
 from deltackpt_store.protocol import Channel, Hello, ToTrainer, ToWriter
@@ -86,7 +86,11 @@ class _NoticeHandler(logging.Handler):
         self._send = send
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._send(protocol.Notice(record.levelno, record.getMessage()))
+        try:
+            text = protocol.printable(record.getMessage())
+            self._send(protocol.Notice(record.levelno, text))
+        except Exception:
+            self.handleError(record)
 
 
 def serve(
@@ -118,7 +122,7 @@ def serve(
             ring = attach(hello.slots, hello.slot_bytes)
             session = open_session(hello, ring, send=mailbox.send, gone=mailbox.gone, io=io)
         except (DeltackptError, OSError) as error:
-            mailbox.send(protocol.Refused(to_wire(error)))
+            mailbox.send(protocol.Refused(protocol.wire_error(error)))
             return
         try:
             _loop(mailbox, session)

@@ -23,7 +23,6 @@ from deltackpt_store.errors import (
     DeltackptError,
     InvalidInputError,
     StateError,
-    to_wire,
 )
 from deltackpt_store.index import ChunkIndex, MemoryIndex, refresh
 from deltackpt_store.layout_check import check_layout
@@ -312,4 +311,4 @@ class RunWriter:
             _log.error("save %d failed", save, exc_info=error)
         self._active.pop(save, None)
         self._keep_table(save, None)
-        self._send(protocol.Failed(save, to_wire(error)))
+        self._send(protocol.Failed(save, protocol.wire_error(error)))

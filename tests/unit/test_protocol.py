@@ -163,3 +163,20 @@ def test_extent_keys_name_the_first_tensor_that_views_the_extent() -> None:
         ("model/a", 18, "bfloat16", 4096, "cpu"),
         ("model/b", 16, "float32", 8192, "cuda:0"),
     ]
+
+
+def test_paths_that_are_not_utf8_travel_in_errors() -> None:
+    # The message about a failed save must arrive whatever the store's directory is called.
+    path = os.fsdecode(b"/st\xffre")
+    data = protocol.wire_error(StorageError(f"cannot write {path}", path=path, errno=28))
+    frame = protocol.encode(protocol.Failed(1, data))
+    assert b"/st\\udcffre" in frame
+    assert data["context"]["errno"] == 28
+
+
+@pytest.mark.parametrize("metrics", [{"\udcff": 1.0}, {"loss": object()}])
+def test_what_cannot_be_encoded_is_refused_at_the_sender(metrics: dict[str, float]) -> None:
+    with pytest.raises(InvalidInputError, match="Finish"):
+        protocol.encode(protocol.Finish(1, {}, {}, b"", metrics, {}))
+    with pytest.raises(InvalidInputError, match="Begin"):
+        protocol.encode(protocol.Begin(1, 1 << 70))
