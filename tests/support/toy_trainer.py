@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 from typing import Any
 
@@ -174,6 +175,22 @@ def check_run(path: str, run: str = "main") -> list[int]:
     return [commit.step for commit in lineage]
 
 
+def _child(client: WriterClient, how: str) -> int:
+    """A child that does nothing but live: forked, or holding every descriptor of this process."""
+    if how == "fork":
+        child = os.fork()
+        if not child:
+            os.close(1)
+            signal.pause()
+        return child
+    channel = vars(vars(client)["_connection"])["_channel"].fileno()
+    code = "import signal; signal.pause()"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], pass_fds=(channel,), stdout=subprocess.DEVNULL
+    )
+    return process.pid
+
+
 def main() -> None:
     """Save ``first``, ``first + 1``, ... until killed, telling each acknowledged step on stdout."""
     config = json.loads(sys.argv[1])
@@ -186,6 +203,8 @@ def main() -> None:
     )  # fmt: skip
     head = client.ready(60).head_step
     print("ready", client.writer_pid, flush=True)
+    if config.get("child"):
+        print(_child(client, config["child"]), flush=True)
     trainer = ToyTrainer(client)
     step = config["first"] if head is None else head + 1
     while step < config["last"]:
