@@ -73,7 +73,6 @@ ENTRY_DTYPE = np.dtype(
 )  # fmt: skip
 
 _TAIL_GUESS = 32 * 1024
-_WINDOW = 4 * 1024 * 1024
 
 
 class Location(NamedTuple):
@@ -380,64 +379,6 @@ def read_record_head(io: FileIO, handle: int, offset: int, path: str = "") -> Re
             del data[RECORD_BYTES + got :]
         return decode_record(data, path, offset)
     raise _damaged(path, f"record at {offset} is cut off")
-
-
-class ScannedRecord(NamedTuple):
-    """A record found by scanning. `intact` says whether its payload matches the stored hash."""
-
-    id: bytes
-    location: Location
-    intact: bool
-
-
-def scan_records(io: FileIO, path: str) -> Iterator[ScannedRecord]:
-    """Find records in a damaged or cut-off pack by their magic, without footer or trailer.
-
-    Yields every record whose head is undamaged and whose payload lies inside the file, in file
-    order. What lies in payloads is searched too, so a stored copy of a pack yields its records as
-    well; they are chunks like others, and their ids say what they hold. Reads in windows of
-    `_WINDOW` bytes, plus one payload at a time. Raises StorageError.
-    """
-    try:
-        handle = io.open(path)
-        try:
-            yield from _scan(io, handle, path, os.path.basename(path).removesuffix(".pack"))
-        finally:
-            io.close(handle)
-    except OSError as error:
-        raise storage_error(error, "read the pack", path) from error
-
-
-def _scan(io: FileIO, handle: int, path: str, pack: str) -> Iterator[ScannedRecord]:
-    size = io.size(handle)
-    position = 0
-    overlap = len(RECORD_MAGIC) - 1
-    while position < size:
-        window = bytearray(min(_WINDOW, size - position))
-        del window[io.read_into(handle, [window], position) :]
-        at = window.find(RECORD_MAGIC)
-        while at >= 0:
-            found = _record_at(io, handle, position + at, size, path, pack)
-            if found is not None:
-                yield found
-            at = window.find(RECORD_MAGIC, at + 1)
-        position += max(len(window) - overlap, 1)
-
-
-def _record_at(
-    io: FileIO, handle: int, offset: int, size: int, path: str, pack: str
-) -> ScannedRecord | None:
-    try:
-        head = read_record_head(io, handle, offset, path)
-    except CorruptionError:
-        return None
-    if offset + head.skip + head.stored > size or head.stored > MAX_CHUNK_BYTES:
-        return None
-    payload = bytearray(head.stored)
-    io.read_into(handle, [payload], offset + head.skip)
-    intact = xxh3_64_intdigest(payload) == head.payload_hash
-    location = Location(pack, offset, head.skip, head.stored, head.raw, head.codec, head.refs)
-    return ScannedRecord(head.id, location, intact)
 
 
 def _read(io: FileIO, handle: int, offset: int, length: int, path: str) -> bytes:

@@ -11,7 +11,8 @@ from deltackpt_store.errors import CorruptionError, DeltackptError, StorageError
 from deltackpt_store.fileio import FileIO
 from deltackpt_store.index import Location, MemoryIndex, list_packs
 from deltackpt_store.oserror import storage_error
-from deltackpt_store.pack import pack_path, read_footer, scan_records
+from deltackpt_store.pack import pack_path, read_footer
+from deltackpt_store.pack_scan import scan_records
 
 _log = logging.getLogger("deltackpt.store")
 

@@ -14,6 +14,7 @@ import pytest
 import xxhash
 from blake3 import blake3
 from deltackpt_store import pack as pk
+from deltackpt_store import pack_scan
 from deltackpt_store.codecs import RAW, Encoded, choose
 from deltackpt_store.errors import (
     CorruptionError,
@@ -23,6 +24,7 @@ from deltackpt_store.errors import (
     UnsupportedFormatError,
 )
 from deltackpt_store.fileio import Buffer, FileIO
+from deltackpt_store.pack_scan import scan_records
 from deltackpt_store.pack_writer import PackBuilder, PackFile, PackWriter
 
 UUID = bytes(range(16))
@@ -288,7 +290,7 @@ def test_records_are_found_again_in_a_damaged_pack(tmp_path: Path) -> None:
     data = bytearray(path.read_bytes())
     del data[-64:]
     path.write_bytes(data)
-    found = list(pk.scan_records(IO, str(path)))
+    found = list(scan_records(IO, str(path)))
     assert {r.id: r.location for r in found} == places
     assert all(r.intact for r in found)
     # Now also zero one head and damage one payload.
@@ -297,11 +299,11 @@ def test_records_are_found_again_in_a_damaged_pack(tmp_path: Path) -> None:
     data[start : start + 64] = bytes(64)
     data[places[hurt].payload + 5] ^= 1
     path.write_bytes(data)
-    found = list(pk.scan_records(IO, str(path)))
+    found = list(scan_records(IO, str(path)))
     assert {r.id for r in found} == set(places) - {headless}
     assert [r.id for r in found if not r.intact] == [hurt]
     path.write_bytes(data[:1000])
-    assert {r.id for r in pk.scan_records(IO, str(path))} == {
+    assert {r.id for r in scan_records(IO, str(path))} == {
         i for i, w in places.items() if w.payload + w.stored <= 1000
     }
 
@@ -312,9 +314,32 @@ def test_scan_finds_magic_across_window_borders(
     path = write_pack(tmp_path, CHUNKS[:3] + [b"q" * n for n in range(1, 40)])
     expected = {i for i, _ in pk.read_footer(IO, str(path)).entries.items("p")}
     for window in (97, 128, 1001):
-        monkeypatch.setattr(pk, "_WINDOW", window)
-        found = [r.id for r in pk.scan_records(IO, str(path))]
+        monkeypatch.setattr(pack_scan, "_WINDOW", window)
+        found = [r.id for r in scan_records(IO, str(path))]
         assert set(found) == expected
+
+
+def test_a_scan_of_a_built_file_ends(tmp_path: Path) -> None:
+    """Heads that all claim the same large payload must not make a scan read for days."""
+    reads: list[int] = []
+
+    class Counting(FileIO):
+        def read_into(
+            self, handle: int, buffers: Sequence[bytearray | memoryview], offset: int
+        ) -> int:
+            got = super().read_into(handle, buffers, offset)
+            reads.append(got)
+            return got
+
+    count, body = 5000, 1 << 20
+    path = tmp_path / "x.pack"
+    heads = b"".join(
+        pk.encode_record(bytes(32), 0, body, body, 0, skip=64 * (count - n)) for n in range(count)
+    )
+    path.write_bytes(heads + bytes(body))
+    found = list(scan_records(Counting(), str(path)))
+    assert 0 < len(found) < 10
+    assert sum(reads) < 10 * path.stat().st_size
 
 
 # writing ------------------------------------------------------------------------------------

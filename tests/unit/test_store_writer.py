@@ -54,12 +54,15 @@ class Recording(FileIO):
         self.count = 0
         self.fail_at = -1
         self.failed = ""
+        self.fail_on = ""
         self.error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         self.persistent = False
         self._names: dict[int, str] = {}
 
     def _note(self, what: str, path: str) -> None:
         self.calls.append((what, path))
+        if what == self.fail_on:
+            raise self.error
         if self.counting:
             self.count += 1
             if self.count == self.fail_at or (self.persistent and self.count > self.fail_at >= 0):
@@ -688,6 +691,24 @@ def test_a_failure_sticks_until_abort(store: Store) -> None:
         writer.abort()
         assert writer.put(raw).written > 0
         writer.flush()
+
+
+@pytest.mark.parametrize("call", ["create", "write", "sync", "link", "sync_directory"])
+def test_no_failure_of_a_flush_is_forgotten(store: Store, call: str) -> None:
+    """A second flush that succeeds would acknowledge what the first one lost."""
+    io = recorder(store)
+    with StoreWriter(store) as writer:
+        save(writer, 1, [blob(1000)])
+        raw = blob(1000)
+        writer.put(raw)
+        io.fail_on = call
+        with pytest.raises(StorageError):
+            writer.flush()
+        io.fail_on = ""
+        with pytest.raises(StorageError):
+            writer.flush()
+        writer.abort()
+        assert writer.put(raw).written > 0
 
 
 def test_a_failure_in_the_background_reaches_the_next_put(store: Store) -> None:
