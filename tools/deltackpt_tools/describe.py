@@ -15,6 +15,7 @@ from deltackpt_store import codecs
 from deltackpt_store.manifest import Commit, Snapshot, TensorView, element_bytes
 from deltackpt_store.store import Store
 
+from deltackpt_tools.output import counted
 from deltackpt_tools.tensor_bytes import is_contiguous
 from deltackpt_tools.value_text import as_json, render
 
@@ -66,7 +67,7 @@ class TensorRow:
             more = f" and {len(self.tied) - 1} more" if len(self.tied) > 1 else ""
             notes.append(f"shares bytes with {first}{more}")
         if self.stored.missing:
-            notes.append(f"{self.stored.missing} chunks missing")
+            notes.append(f"{counted(self.stored.missing, 'chunk')} missing")
         return notes
 
     def as_json(self) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from deltackpt_tools.export_safetensors import Exported
 from deltackpt_tools.pickle_out import PickleOut
 from deltackpt_tools.pickle_values import ValueEmitter, torch_layout
 from deltackpt_tools.progress import Progress
-from deltackpt_tools.selection import Selection
+from deltackpt_tools.selection import INTERNAL, Selection
 from deltackpt_tools.structure import (
     MAPPINGS,
     SEQUENCES,
@@ -130,7 +130,7 @@ class _Tree:
             )  # fmt: skip
         else:
             if tag == "nt":
-                first = next(slots_below(nodes), None)
+                first = next(slots_below([tag, *rest]), None)
                 path = "" if first is None else self._snapshot.layout.paths[first]
                 self.values.changed.append(
                     (path.rpartition("/")[0], f"the namedtuple {rest[0]}.{rest[1]} became a tuple")
@@ -172,6 +172,19 @@ class _Tree:
         self.out.call("numpy", "ndarray", emit, count=3)
 
 
+def _without_internal(root: Node) -> Node:
+    """The state without the library's own entries, empty ones included."""
+    if isinstance(root, int) or root[0] not in MAPPINGS:
+        return root
+    kept = [
+        [key, child]
+        for key, child in entries(root)
+        if not (isinstance(key, str) and key.startswith(INTERNAL))
+    ]
+    head = root[:2] if root[0] == "dd" else root[:1]
+    return [*head, kept, *root[len(head) + 1 :]]
+
+
 def export_torch(
     file: BufferedRandom,
     commit: Commit,
@@ -187,7 +200,7 @@ def export_torch(
     storages = Storages(snapshot, selection)
     tree = _Tree(snapshot, selection, storages)
     try:
-        root = parse_structure(snapshot.layout.structure)
+        root = _without_internal(parse_structure(snapshot.layout.structure))
         tree.node(tree.below(root, selection.prefix.count("/")))
     except (ValueError, TypeError, IndexError, KeyError, RecursionError) as error:
         if isinstance(error, DeltackptError):

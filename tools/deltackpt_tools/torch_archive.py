@@ -38,6 +38,8 @@ class TorchArchive:
     ) -> None:
         if kind is None:
             self._zip.close()
+        else:
+            self._zip.fp = None  # or it would write its directory when it is collected
 
     def record(self, name: str, pieces: Iterable[bytes | memoryview], nbytes: int) -> None:
         """One record of exactly `nbytes` bytes, which need not all be in memory."""

@@ -1,0 +1,134 @@
+"""``deltackpt verify``: prove that what is stored is what was saved, and list all damage."""
+
+from __future__ import annotations
+
+from typing import Any, cast, get_args
+
+import click
+from deltackpt_store.verify import Finding, Hit, Level, VerifyReport, verify
+
+from deltackpt_tools.exits import Exit
+from deltackpt_tools.output import (
+    counted,
+    document,
+    json_option,
+    safe,
+    size,
+    store_argument,
+    write_json,
+)
+from deltackpt_tools.progress import Progress
+from deltackpt_tools.stores import open_store
+
+_SHOWN = 8  # tensors named per step in text
+
+
+def _step(hit: Hit) -> str:
+    """``run@step``, or the commit's number where its step could not be read."""
+    return f"{hit.run}@{hit.step}" if hit.step >= 0 else f"{hit.run} commit {hit.number}"
+
+
+def _hit(hit: Hit) -> str:
+    if not hit.tensors:
+        return f"{_step(hit)}: the whole step"
+    shown = ", ".join(map(safe, hit.tensors[:_SHOWN]))
+    more = len(hit.tensors) - _SHOWN
+    return f"{_step(hit)}: {shown}" + (f" and {more} more" if more > 0 else "")
+
+
+def _finding(finding: Finding) -> list[str]:
+    where = f" in {finding.pack}" if finding.pack else ""
+    lines = [f"damaged {finding.kind} {safe(finding.name)}{where}: {safe(finding.reason)}"]
+    if not finding.hits:
+        lines.append("  no step depends on it")
+    return [*lines, *(f"  hits {_hit(hit)}" for hit in finding.hits)]
+
+
+def _lines(report: VerifyReport) -> list[str]:
+    lines = [line for finding in report.findings for line in _finding(finding)]
+    lines.append(
+        f"checked {counted(report.commits, 'commit')}, {counted(report.manifests, 'manifest')}, "
+        f"{counted(report.packs, 'pack')}, {counted(report.chunks, 'chunk')} "
+        f"({size(report.bytes)}), level {report.level}"
+    )
+    if report.ok:
+        lines.append("no damage found")
+    else:
+        steps = sorted({_step(hit) for finding in report.findings for hit in finding.hits})
+        lines.append(
+            f"{counted(len(report.findings), 'finding')}; steps that cannot be restored whole: "
+            + (", ".join(steps) if steps else "none")
+        )
+    return lines
+
+
+def _document(path: str, report: VerifyReport) -> dict[str, Any]:
+    def hit(one: Hit) -> dict[str, Any]:
+        return {
+            "run": one.run,
+            "step": one.step if one.step >= 0 else None,
+            "number": one.number,
+            "whole_step": not one.tensors,
+            "tensors": list(one.tensors),
+        }
+
+    return document(
+        "verify",
+        store=path,
+        level=report.level,
+        ok=report.ok,
+        runs=report.runs,
+        commits=report.commits,
+        manifests=report.manifests,
+        packs=report.packs,
+        chunks=report.chunks,
+        bytes=report.bytes,
+        findings=[
+            {
+                "kind": finding.kind,
+                "name": finding.name,
+                "pack": finding.pack,
+                "reason": finding.reason,
+                "hits": [hit(one) for one in finding.hits],
+            }
+            for finding in report.findings
+        ],
+    )
+
+
+@click.command("verify")
+@store_argument
+@click.option(
+    "--level",
+    type=click.Choice(get_args(Level)),
+    default="chunks",
+    show_default=True,
+    help="structure: commits, manifests, tables. chunks: also every stored byte. "
+    "restore: also read every step the way a restore does.",
+)
+@click.option("--run", help="Only what this run needs.")
+@click.option("--threads", type=click.IntRange(min=1), help="Default: as many as processors.")
+@json_option
+@click.pass_context
+def command(
+    context: click.Context,
+    store_path: str,
+    level: str,
+    run: str | None,
+    threads: int | None,
+    as_json: bool,
+) -> None:
+    """Check what is stored, and list all damage with the steps and tensors it hits.
+
+    Never stops at the first finding, never writes. Exit code 12 when anything is damaged.
+    """
+    store = open_store(store_path)
+    with Progress("verify") as progress:
+        report = verify(
+            store, level=cast("Level", level), run=run, progress=progress.update, threads=threads
+        )
+    if as_json:
+        write_json(_document(store.path, report))
+    else:
+        click.echo("\n".join(_lines(report)))
+    context.exit(Exit.OK if report.ok else Exit.CORRUPT)
