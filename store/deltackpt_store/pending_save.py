@@ -11,11 +11,6 @@ from deltackpt_store.protocol import Begin, Finish, extent_keys
 from deltackpt_store.store_writer import Put
 from deltackpt_store.tables import ChunkTable
 
-_COUNTERS = (
-    "staged_bytes", "staged_chunks", "changed_bytes", "changed_chunks", "dedup_bytes",
-    "dedup_chunks", "written_bytes", "encode_seconds", "flush_seconds",
-)  # fmt: skip
-
 
 class PendingSave:
     """One save of the session: its chunk table so far and its figures. Used by one thread."""
@@ -26,10 +21,11 @@ class PendingSave:
         self.overwrite = begin.overwrite
         self.table = table
         self.began = time.monotonic()
-        self._counts: dict[str, float] = dict.fromkeys(_COUNTERS, 0.0)
-
-    def count(self, name: str, amount: float) -> None:
-        self._counts[name] = self._counts.get(name, 0.0) + amount
+        self.encode_seconds = self.flush_seconds = 0.0
+        self._staged = _Figure()
+        self._changed = _Figure()
+        self._dedup = _Figure()
+        self._stored: dict[int, _Figure] = {}  # by codec
 
     def spec(self, extent: int, chunk: int, length: int) -> ExtentSpec:
         """The extent of a staged chunk. Raises `InvalidInputError` unless the layout has it."""
@@ -47,21 +43,13 @@ class PendingSave:
         self, extent: int, chunk: int, length: int, put: Put, packs: tuple[str, ...]
     ) -> None:
         """A staged chunk has been put: its id enters the table."""
-        count = self.count
-        count("staged_bytes", length)
-        count("staged_chunks", 1)
+        self._staged.add(length)
         if self.table.id(extent, chunk) != put.id:
-            count("changed_bytes", length)
-            count("changed_chunks", 1)
+            self._changed.add(length)
         if put.written:
-            count("written_bytes", put.written)
-            codec = codecs.name_of(put.codec)
-            count(f"codec.{codec}.chunks", 1)
-            count(f"codec.{codec}.raw_bytes", length)
-            count(f"codec.{codec}.written_bytes", put.written)
+            self._stored.setdefault(put.codec, _Figure()).add(length, put.written)
         else:
-            count("dedup_chunks", 1)
-            count("dedup_bytes", length)
+            self._dedup.add(length)
         self.table.set(extent, chunk, put.id, packs)
 
     def check_complete(self, message: Finish) -> None:
@@ -102,12 +90,36 @@ class PendingSave:
     def stats(self, message: Finish) -> dict[str, float]:
         """What the commit records: the trainer's counters, and the writer's own figures."""
         layout = self.table.layout
-        return {
+        stats = {
             **message.counters,
-            **self._counts,
-            "state_bytes": float(sum(spec.nbytes for spec in layout.extents)),
-            "packs": float(len(self.table.packs())),
-            "chunks": float(sum(spec.chunk_count for spec in layout.extents)),
-            "inline_bytes": float(sum(map(len, message.inline.values()))),
-            "object_bytes": float(sum(map(len, message.objects.values()))),
-        }
+            "staged_bytes": self._staged.bytes, "staged_chunks": self._staged.chunks,
+            "changed_bytes": self._changed.bytes, "changed_chunks": self._changed.chunks,
+            "dedup_bytes": self._dedup.bytes, "dedup_chunks": self._dedup.chunks,
+            "written_bytes": sum(figure.written for figure in self._stored.values()),
+            "state_bytes": sum(spec.nbytes for spec in layout.extents),
+            "chunks": sum(spec.chunk_count for spec in layout.extents),
+            "packs": len(self.table.packs()),
+            "inline_bytes": sum(map(len, message.inline.values())),
+            "object_bytes": sum(map(len, message.objects.values())),
+            "encode_seconds": self.encode_seconds, "flush_seconds": self.flush_seconds,
+        }  # fmt: skip
+        for codec, figure in self._stored.items():
+            name = f"codec.{codecs.name_of(codec)}"
+            stats[f"{name}.chunks"] = figure.chunks
+            stats[f"{name}.raw_bytes"] = figure.bytes
+            stats[f"{name}.written_bytes"] = figure.written
+        return {name: float(value) for name, value in stats.items()}
+
+
+class _Figure:
+    """Chunks counted: how many, their raw bytes, and the bytes written for them."""
+
+    __slots__ = ("bytes", "chunks", "written")
+
+    def __init__(self) -> None:
+        self.chunks = self.bytes = self.written = 0
+
+    def add(self, length: int, written: int = 0) -> None:
+        self.chunks += 1
+        self.bytes += length
+        self.written += written

@@ -192,7 +192,7 @@ class RunWriter:
         except Exception as error:
             self._fail(save.id, error)
             return
-        save.count("encode_seconds", time.perf_counter() - began)
+        save.encode_seconds += time.perf_counter() - began
         if 2 * len(self._held) >= self._ring.slots:
             self._flush()  # the trainer fills the other half meanwhile
 
@@ -234,7 +234,7 @@ class RunWriter:
         spent = time.perf_counter() - began
         for save in self._dirty:
             if save in self._active:
-                self._active[save].count("flush_seconds", spent)
+                self._active[save].flush_seconds += spent
         self._dirty.clear()
         self._release()
         return True

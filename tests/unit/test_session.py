@@ -299,8 +299,9 @@ def test_bytes_that_changed_after_hashing_are_never_committed(start: Start, tmp_
     assert info.value.kind == "torn"
     assert info.value.context["key"] == "array0"
     follower = trainer.save(2)
-    with pytest.raises(StateError, match="relative to it"):
+    with pytest.raises(StateError, match="relative to it") as failed:
         trainer.client.result(follower, 60)
+    assert failed.value.kind == "relative-failed"
     trainer.forget()
     trainer.save_now(2)
     assert check_run(str(tmp_path / "store")) == [0, 2]
