@@ -40,14 +40,23 @@ def rebuild(view: TensorView, memory: Tensor) -> Tensor:
             kind="view",
             slot=view.slot,
         )
-    out = torch.empty(0, dtype=dtype, device=memory.device)
     try:
-        out = out.set_(memory.untyped_storage(), at // size, view.shape, view.stride)
+        out = (
+            memory[:0]
+            .view(dtype)
+            .set_(memory.untyped_storage(), at // size, view.shape, view.stride)
+        )
     except (RuntimeError, TypeError, OverflowError) as error:
         raise CorruptionError(f"impossible tensor view: {error}", kind="view") from None
     if view.neg:
         out = torch._neg_view(out)  # pyright: ignore  # no public spelling
     return torch.conj(out) if view.conj else out
+
+
+def _blank(dtype: torch.dtype, device: torch.device) -> Tensor:
+    if dtype == torch.complex32:  # torch.empty warns that it is experimental
+        return torch.empty(0, dtype=torch.uint8, device=device).view(dtype)
+    return torch.empty(0, dtype=dtype, device=device)
 
 
 def dress(view: TensorView, tensor: Tensor) -> Tensor:
