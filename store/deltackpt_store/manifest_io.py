@@ -12,6 +12,7 @@ format that is newer than this package UnsupportedFormatError.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from itertools import chain, pairwise
 from typing import TypeVar
 
 import msgspec
@@ -347,6 +348,9 @@ def decode_commit(data: bytes, *, name: str = "commit") -> Commit:
         raise _bad("a run has an impossible name", "commit", name)
     if not 0 <= commit.number < 10**18 or (commit.parent and commit.parent[1] < 0):
         raise _bad("a commit number is out of range", "commit", name)
+    edges = [-1, *chain.from_iterable((first, last + 1) for first, last in commit.ancestors)]
+    if any(a >= b for a, b in pairwise(edges)) or edges[-1] > commit.number:
+        raise _bad("its ancestors are not ascending earlier numbers", "commit", name)
     return msgspec.structs.replace(commit, digest=data[-_DIGEST:])
 
 

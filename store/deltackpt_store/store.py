@@ -230,16 +230,17 @@ def _create(io: FileIO, path: str, exist_ok: bool, mode: int | None) -> Format:
             io.chmod(path, mode)
     elif not exist_ok:
         raise _exists(path)
-    for name in DIRECTORIES:
+    missing = [name for name in DIRECTORIES if not io.exists(f"{path}/{name}")]
+    for name in missing:
         directory = f"{path}/{name}"
-        if not io.exists(directory):
-            try:
-                io.mkdir(directory)
-            except FileExistsError:  # another process makes the same store
-                continue
-            if mode is not None:
-                io.chmod(directory, mode)
-    io.sync_directory(path)  # FORMAT must not outlive its directories in a power cut
+        try:
+            io.mkdir(directory)
+        except FileExistsError:  # another process makes the same store
+            continue
+        if mode is not None:
+            io.chmod(directory, mode)
+    if missing or description is None:
+        io.sync_directory(path)  # FORMAT must not outlive its directories in a power cut
     if description is not None:
         return description
     description = new_format()
@@ -252,6 +253,7 @@ def _create(io: FileIO, path: str, exist_ok: bool, mode: int | None) -> Format:
         if made is None:
             raise
         description = made
+        io.sync_directory(path)  # the other process may not have come to that yet
     io.sync_directory(os.path.dirname(path))
     return description
 

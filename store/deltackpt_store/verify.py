@@ -32,12 +32,12 @@ class Hit(msgspec.Struct, frozen=True, kw_only=True):
     """A step that a finding damages, and the leaves of it that are lost.
 
     `tensors` is empty when the whole step is lost (its commit or manifest is damaged); `step` is
-    None when the commit is too damaged to tell.
+    -1 when the commit is too damaged to tell.
     """
 
     run: str
     number: int
-    step: int | None = None
+    step: int = -1
     tensors: tuple[str, ...] = ()
 
 
@@ -77,7 +77,7 @@ class VerifyReport(msgspec.Struct, frozen=True, kw_only=True):
     def damaged_steps(self) -> list[tuple[str, int]]:
         """(run, step) of every step known to be unrestorable in whole, sorted."""
         hits = [hit for finding in self.findings for hit in finding.hits]
-        return sorted({(hit.run, hit.step) for hit in hits if hit.step is not None})
+        return sorted({(hit.run, hit.step) for hit in hits if hit.step >= 0})
 
 
 def verify(
