@@ -6,6 +6,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 DEV := $(VENV)/.stamp-dev
 DEMO := $(VENV)/.stamp-demo
+BENCH := $(VENV)/.stamp-bench
 PIP := $(PY) -m pip --disable-pip-version-check --no-input
 ARGS ?=
 
@@ -31,8 +32,8 @@ $(DEV): pyproject.toml requirements-dev.txt constraints-dev.txt
 	$(PIP) install --quiet --no-build-isolation --no-deps --editable .
 	@touch $@
 
-$(DEMO): $(DEV) requirements-demo.txt
-	$(PIP) install --quiet --constraint constraints-dev.txt --requirement requirements-demo.txt
+$(DEMO) $(BENCH): $(VENV)/.stamp-%: requirements-%.txt $(DEV)
+	$(PIP) install --quiet --constraint constraints-dev.txt --requirement $<
 	@touch $@
 
 venv: $(DEV)
@@ -56,7 +57,7 @@ format: $(DEV)
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
-bench: $(DEV)
+bench: $(BENCH)
 	$(PY) tools/bench.py $(ARGS)
 
 clean:
