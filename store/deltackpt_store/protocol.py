@@ -21,7 +21,6 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from deltackpt_store.errors import InvalidInputError, WriterError, to_wire
 from deltackpt_store.manifest import Layout
@@ -38,7 +37,7 @@ RECORD = np.dtype(
         ("hash", "u1", (16,)),
     ]
 )
-"""One staged chunk of a slot: 32 bytes. `offset` and `length` are bytes within the slot."""
+"""One staged chunk of a slot, 32 bytes. `offset` and `length` are bytes within the slot."""
 
 CommitRef = tuple[str, int, bytes]
 """(run, number, commit digest)."""
@@ -57,7 +56,6 @@ class WriterOptions(msgspec.Struct, frozen=True, kw_only=True):
     lock_timeout: float = 60.0
     nice: int = 0
     create: bool = True
-    cache: bool = True
     versions: dict[str, str] = {}
 
 
@@ -231,11 +229,6 @@ class Channel:
     def fileno(self) -> int:
         return self._socket.fileno()
 
-    def shutdown_sending(self) -> None:
-        """Tell the other side that nothing more comes; receiving still works."""
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_WR)
-
     def shutdown(self) -> None:
         """End both directions: blocked callers of either side return."""
         with contextlib.suppress(OSError):
@@ -312,18 +305,6 @@ def wire_error(error: BaseException) -> dict[str, Any]:
 def printable(text: str) -> str:
     """`text` with surrogates (bytes of a path that are not UTF-8) replaced by escapes."""
     return text.encode("utf-8", "backslashreplace").decode()
-
-
-def pack_records(
-    extent: NDArray[Any], chunk: NDArray[Any], offset: NDArray[Any], length: NDArray[Any],
-    hashes: NDArray[np.uint8],
-) -> bytes:  # fmt: skip
-    """Records of one slot from parallel columns; `hashes` has shape (n, 16)."""
-    records = np.empty(len(extent), RECORD)
-    records["extent"], records["chunk"] = extent, chunk
-    records["offset"], records["length"] = offset, length
-    records["hash"] = hashes
-    return records.tobytes()
 
 
 def unpack_records(data: bytes) -> Iterator[tuple[int, int, int, int, bytes]]:

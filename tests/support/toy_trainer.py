@@ -10,15 +10,14 @@ from __future__ import annotations
 import json
 import os
 import signal
+import struct
 import subprocess
 import sys
 from typing import Any
 
 import msgspec
-import numpy as np
 import xxhash
 from blake3 import blake3
-from deltackpt_store import protocol
 from deltackpt_store.client import WriterClient
 from deltackpt_store.manifest import Commit, ExtentSpec, Layout, TensorView
 from deltackpt_store.protocol import Committed, WriterOptions
@@ -27,6 +26,7 @@ from deltackpt_store.store import Store
 CHUNK = 16 * 1024
 SIZES = (5 * CHUNK + 100, 3 * CHUNK, 40 * CHUNK + 7, 700)
 INLINE = 24
+RECORD = struct.Struct("<IIII16s")
 SEED = 0xDECAF
 
 
@@ -109,9 +109,7 @@ class ToyTrainer:
                 view[offset : offset + len(data)] = data
                 if torn == (i, c):
                     view[offset] ^= 1
-                records += np.array(
-                    [(i, c, offset, len(data), np.frombuffer(digest, np.uint8))], protocol.RECORD
-                ).tobytes()
+                records += RECORD.pack(i, c, offset, len(data), digest)
                 offset += len(data)
                 self.staged += 1
         if slot is not None:

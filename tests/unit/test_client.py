@@ -18,7 +18,7 @@ from typing import Any
 import deltackpt_store
 import msgspec
 import pytest
-from deltackpt_store import connection, launch, protocol, writer
+from deltackpt_store import connection, launch, protocol, serve, writer
 from deltackpt_store.client import KEPT_OUTCOMES, WriterClient
 from deltackpt_store.errors import (
     ConflictError,
@@ -312,6 +312,18 @@ def test_signals_meant_for_the_job_do_not_stop_the_writer(start: Start, tmp_path
     trainer.save_now(0)
     assert check_run(str(tmp_path / "store")) == [0]
     assert not signal.pthread_sigmask(signal.SIG_BLOCK, ())  # and ours are as they were
+
+
+def test_a_trainer_that_died_before_the_writer_looked_is_noticed() -> None:
+    # Its process number may belong to another process by then.
+    fd = serve._death_of(os.getpid())  # not our parent
+    assert fd is not None
+    assert select.select([fd], [], [], 0)[0]
+    os.close(fd)
+    fd = serve._death_of(os.getppid())
+    assert fd is not None
+    assert not select.select([fd], [], [], 0)[0]
+    os.close(fd)
 
 
 # close, fork, exit ---------------------------------------------------------------------------

@@ -55,7 +55,7 @@ def test_messages_arrive_whole_and_in_order(pair: tuple[socket.socket, Channel])
     trainer = Channel(raw)
     for message in TO_WRITER:
         trainer.send(protocol.encode(message))
-    trainer.shutdown_sending()
+    raw.shutdown(socket.SHUT_WR)
     for message in TO_WRITER:
         assert channel.receive_as_writer() == message
     assert channel.receive_as_writer() is None
@@ -126,11 +126,8 @@ def test_records_are_the_documented_32_bytes() -> None:
     array = np.zeros(2, protocol.RECORD)
     array[1] = (1, 2, 3, 4, np.frombuffer(digest, np.uint8))
     data = array.tobytes()
-    assert len(data) == 64
-    assert data[32:] == struct.pack("<IIII", 1, 2, 3, 4) + digest
+    assert data == bytes(32) + struct.pack("<IIII", 1, 2, 3, 4) + digest
     assert list(protocol.unpack_records(data)) == [(0, 0, 0, 0, bytes(16)), (1, 2, 3, 4, digest)]
-    columns = [array[name] for name in ("extent", "chunk", "offset", "length", "hash")]
-    assert protocol.pack_records(*columns) == data
     with pytest.raises(WriterError, match="63 bytes"):
         protocol.unpack_records(data[:63])
 

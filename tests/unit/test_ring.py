@@ -45,6 +45,15 @@ def test_descriptor_is_closed_on_exec() -> None:
         assert fcntl.fcntl(ring.fd, fcntl.F_GETFD) & fcntl.FD_CLOEXEC
 
 
+def test_without_memory_files_an_unlinked_file_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "memfd_create")
+    with Ring.create(2 * SLOT, SLOT) as ours, Ring.attach(os.dup(ours.fd), 2, SLOT) as theirs:
+        ours.view(1)[:4] = b"here"
+        assert bytes(theirs.view(1)[:4]) == b"here"
+        assert fcntl.fcntl(ours.fd, fcntl.F_GETFD) & fcntl.FD_CLOEXEC
+        assert os.fstat(ours.fd).st_nlink == 0
+
+
 @pytest.mark.parametrize("slots", [1, 2, 5])
 def test_ring_has_the_slots_that_fit(slots: int) -> None:
     with Ring.create(slots * SLOT + SLOT - 1, SLOT) as ring:
