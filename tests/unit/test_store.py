@@ -1,0 +1,917 @@
+"""The store directory: opening, creating, runs and lineages, names, pins, read-only use."""
+
+from __future__ import annotations
+
+import errno
+import multiprocessing
+import os
+import pickle
+import random
+import shutil
+import stat
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from blake3 import blake3
+from deltackpt_store import (
+    Commit,
+    ConflictError,
+    CorruptionError,
+    DeltackptError,
+    FileIO,
+    InvalidInputError,
+    NotFoundError,
+    StorageError,
+    Store,
+    UnsupportedFormatError,
+)
+from deltackpt_store.manifest_io import encode_commit
+from deltackpt_store.names import number_name
+from deltackpt_store.store import DIRECTORIES
+from deltackpt_store.verify import verify
+from small_store import SmallStore, pattern
+
+TENSORS = {"w/a": pattern(5000), "w/b": pattern(3000, 1)}
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[SmallStore]:
+    made = SmallStore(tmp_path / "store")
+    yield made
+    made.close()
+
+
+def steps_of(small: SmallStore, run: str, steps: list[int], parent: Commit | None = None) -> Commit:
+    """Save `steps` one after the other, each with content of its own."""
+    for step in steps:
+        parent = small.save(run, step, {**TENSORS, "step": np.array([step])}, parent=parent)
+    assert parent is not None
+    return parent
+
+
+def content(store: Store, commit: Commit) -> dict[str, bytes]:
+    """Raw bytes of every tensor of a step, read and verified."""
+    snapshot = store.snapshot(commit)
+    out: dict[str, bytes] = {}
+    for view in snapshot.layout.tensors:
+        spec = snapshot.layout.extents[view.extent]
+        data = bytearray(snapshot.inline.get(view.extent, bytes(spec.nbytes)))
+        if not spec.inline:
+            pieces = [
+                (row.tobytes(), memoryview(data)[i * spec.chunk_bytes :][: spec.chunk_length(i)])
+                for i, row in enumerate(snapshot.chunks[view.extent])
+            ]
+            store.reader(snapshot.packs).read(pieces)
+        out[snapshot.layout.paths[view.slot]] = bytes(data)
+    return out
+
+
+def listing(path: Path) -> dict[str, tuple[int, int, int]]:
+    """Every file and directory below `path` with what any touch would change."""
+    found: dict[str, tuple[int, int, int]] = {}
+    for directory, names, files in os.walk(path):
+        for name in [".", *names, *files]:
+            info = os.lstat(os.path.join(directory, name))
+            found[os.path.join(directory, name)] = (info.st_size, info.st_mtime_ns, info.st_mode)
+    return found
+
+
+# creating and opening ---------------------------------------------------------------------------
+
+
+def test_create_then_open(tmp_path: Path) -> None:
+    """A store is recognised by its FORMAT and nothing else."""
+    made = Store.create(tmp_path / "a" / "b" / "store")
+    assert os.path.isabs(made.path)
+    assert len(made.uuid) == 16
+    assert {*os.listdir(made.path)} == {"FORMAT", *DIRECTORIES}
+    opened = Store.open(made.path)
+    assert (opened.path, opened.uuid) == (made.path, made.uuid)
+    assert Store.create(made.path).uuid == made.uuid
+    assert opened.runs() == []
+    assert opened.pins() == {}
+    assert Store.create(tmp_path / "other").uuid != made.uuid
+    with pytest.raises(ConflictError, match="already") as caught:
+        Store.create(made.path, exist_ok=False)
+    assert caught.value.kind == "exists"
+
+
+def test_format_file_can_be_checked_by_hand(tmp_path: Path) -> None:
+    """Whoever finds the directory in ten years can tell what it is, and whether it is whole."""
+    store = Store.create(tmp_path / "s")
+    first, second, rest = (tmp_path / "s" / "FORMAT").read_bytes().split(b"\n")
+    assert rest == b""
+    assert blake3(first + b"\n").hexdigest().encode() == second
+    assert msgspec.json.decode(first)["store"] == store.uuid.hex()
+    assert msgspec.json.decode(first)["digest"] == "blake3-256"
+
+
+@pytest.mark.parametrize("what", ["missing", "empty", "other", "file", "below-a-file"])
+def test_not_a_store(tmp_path: Path, what: str) -> None:
+    """A wrong path is named, and is not turned into an empty store."""
+    path = tmp_path / "x"
+    if what in ("empty", "other"):
+        path.mkdir()
+    if what == "other":
+        (path / "model.pt").write_bytes(b"x")
+    if what in ("file", "below-a-file"):
+        path.write_bytes(b"x")
+    if what == "below-a-file":
+        path = path / "y"
+    before = listing(tmp_path)
+    with pytest.raises(NotFoundError, match="not a deltackpt store") as caught:
+        Store.open(path)
+    assert caught.value.kind == "not-a-store"
+    assert str(path) in str(caught.value)
+    assert caught.value.context["path"] == str(path)
+    assert listing(tmp_path) == before
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+
+
+@pytest.mark.parametrize("path", ["", "a\0b"])
+def test_paths_that_name_nothing(path: str) -> None:
+    """An empty path must not mean the working directory."""
+    for call in (Store.open, Store.create):
+        with pytest.raises(InvalidInputError):
+            call(path)
+
+
+def test_create_refuses_a_directory_with_something_else_in_it(tmp_path: Path) -> None:
+    """A mistyped path must not mix a store into somebody's home directory."""
+    (tmp_path / "notes.txt").write_bytes(b"x")
+    before = listing(tmp_path)
+    with pytest.raises(InvalidInputError, match=r"notes\.txt") as caught:
+        Store.create(tmp_path)
+    assert caught.value.kind == "not-empty"
+    with pytest.raises(InvalidInputError, match="is a file"):
+        Store.create(tmp_path / "notes.txt")
+    with pytest.raises(StorageError):
+        Store.create(tmp_path / "notes.txt" / "below")
+    assert listing(tmp_path) == before
+
+
+def test_create_continues_an_unfinished_create(tmp_path: Path) -> None:
+    """A crash while a store is made must not leave a directory that nothing can use."""
+    for name in ("packs", "runs", "cache"):
+        (tmp_path / name).mkdir()
+    (tmp_path / ".tmp-0123-FORMAT").write_bytes(b"{")
+    store = Store.create(tmp_path)
+    assert Store.open(tmp_path).uuid == store.uuid
+    (tmp_path / "pins").rmdir()  # as copying tools do with empty directories
+    assert Store.create(tmp_path).uuid == store.uuid
+    assert (tmp_path / "pins").is_dir()
+
+
+def test_create_does_not_replace_a_lost_format(small: SmallStore, tmp_path: Path) -> None:
+    """A new FORMAT (with a new uuid) over existing packs would disown them all."""
+    steps_of(small, "main", [1])
+    os.unlink(f"{small.path}/FORMAT")
+    with pytest.raises(InvalidInputError, match="FORMAT is lost"):
+        Store.create(small.path)
+    with pytest.raises(NotFoundError, match="FORMAT"):
+        Store.open(small.path)
+    assert not os.path.exists(f"{small.path}/FORMAT")
+
+
+def create_in_process(path: str, start: Any, out: Any) -> None:
+    start.wait()
+    out.put(Store.create(path).uuid)
+
+
+def test_racing_creates_end_with_one_store(tmp_path: Path) -> None:
+    """Two ranks that start at once must not write to two stores under one name."""
+    context = multiprocessing.get_context("spawn")
+    for attempt in range(2):
+        start, out = context.Barrier(4), context.SimpleQueue()
+        path = str(tmp_path / f"deep{attempt}" / "store")
+        racers = [
+            context.Process(target=create_in_process, args=(path, start, out)) for _ in range(4)
+        ]
+        for racer in racers:
+            racer.start()
+        for racer in racers:
+            racer.join()
+            assert racer.exitcode == 0
+        uuids = {out.get() for _ in racers}
+        assert uuids == {Store.open(path).uuid}
+
+
+class MeanwhileIO(FileIO):
+    """Lets another process make the store just before this one publishes its FORMAT."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.synced: list[str] = []
+
+    def link(self, source: str, target: str) -> None:
+        if target.endswith("FORMAT") and not os.path.exists(target):
+            self.other = Store.create(self.path)
+        super().link(source, target)
+
+    def sync_directory(self, path: str) -> None:
+        self.synced.append(path)
+        super().sync_directory(path)
+
+
+def test_the_loser_of_a_race_uses_the_winners_store(tmp_path: Path) -> None:
+    """The loser's store must be as durable as if it had made it itself."""
+    path = str(tmp_path / "s")
+    io = MeanwhileIO(path)
+    store = Store.create(path, io=io)
+    assert store.uuid == io.other.uuid
+    assert io.synced[-2:] == [path, str(tmp_path)]
+    with pytest.raises(ConflictError):
+        Store.create(str(tmp_path / "t"), io=MeanwhileIO(str(tmp_path / "t")), exist_ok=False)
+
+
+def test_create_mode(tmp_path: Path) -> None:
+    """A group that shares a store can write to all of it."""
+    store = Store.create(tmp_path / "s", mode=0o2770)
+    for name in (".", *DIRECTORIES):
+        assert stat.S_IMODE(os.stat(f"{store.path}/{name}").st_mode) == 0o2770
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EIO])
+def test_create_reports_what_the_disk_said(tmp_path: Path, code: int) -> None:
+    """A full or read-only disk is named with the way out, and leaves nothing that blocks."""
+
+    class Failing(FileIO):
+        def mkdir(self, path: str) -> None:
+            raise OSError(code, os.strerror(code))
+
+    with pytest.raises(StorageError, match=os.strerror(code)) as caught:
+        Store.create(tmp_path / "s", io=Failing())
+    assert caught.value.errno == code
+    assert caught.value.hint
+    Store.create(tmp_path / "s")
+
+
+# FORMAT versions --------------------------------------------------------------------------------
+
+
+def write_format(store: Store, **fields: Any) -> None:
+    line = msgspec.json.encode({**msgspec.to_builtins(store.format), **fields}) + b"\n"
+    Path(store.path, "FORMAT").write_bytes(line + blake3(line).hexdigest().encode() + b"\n")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"deltackpt": 2}, {"digest": "blake4"}, {"read": ["holes"]}, {"deltackpt": 2, "read": 7}],
+    ids=str,
+)
+def test_a_newer_store_is_refused(tmp_path: Path, fields: dict[str, Any]) -> None:
+    """An older tool must ask for an upgrade instead of damaging a newer store."""  # case 164
+    store = Store.create(tmp_path / "s")
+    write_format(store, **fields)
+    for call in (Store.open, Store.create):
+        with pytest.raises(UnsupportedFormatError, match="upgrade"):
+            call(store.path)
+
+
+def test_features_needed_for_writing_do_not_prevent_reading(tmp_path: Path) -> None:
+    """A feature that only changes how to write must leave old stores readable by all."""
+    store = Store.create(tmp_path / "s")
+    write_format(store, write=["fences"], gc=["leases"])
+    opened = Store.open(store.path)
+    opened.format.require("read", opened.path)
+    for purpose, missing in (("write", "fences"), ("gc", "leases")):
+        with pytest.raises(UnsupportedFormatError, match=missing):
+            opened.format.require(purpose, opened.path)  # type: ignore[arg-type]
+
+
+def test_every_damaged_byte_of_format_is_noticed(tmp_path: Path) -> None:
+    """A flipped uuid or version must not open as another store or a newer one."""
+    store = Store.create(tmp_path / "s")
+    path = Path(store.path, "FORMAT")
+    good = path.read_bytes()
+    for bit in range(8 * len(good)):
+        broken = bytearray(good)
+        broken[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(broken)
+        with pytest.raises(CorruptionError) as caught:
+            Store.open(store.path)
+        assert caught.value.context["path"] == str(path)
+    for length in range(len(good)):
+        path.write_bytes(good[:length])
+        with pytest.raises(CorruptionError):
+            Store.open(store.path)
+    path.write_bytes(b"x" * 100_000)
+    with pytest.raises(DeltackptError):
+        Store.open(store.path)
+
+
+# paths ------------------------------------------------------------------------------------------
+
+AWKWARD = [
+    "with space",
+    "Ärger-ß",
+    "检查点",
+    "💾🔥",
+    "-rf",
+    "a" * 200,
+    "%s{0}$HOME",
+    "new\nline",
+    "'q\"",
+]
+
+
+@pytest.mark.parametrize("name", AWKWARD)
+def test_awkward_paths(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A path form that some code misreads would lose the store."""  # case 171
+    monkeypatch.chdir(tmp_path)
+    small = SmallStore(Path(name, name))
+    head = steps_of(small, "main", [1, 2])
+    small.close()
+    store = Store.open(os.path.join(name, name))
+    assert store.steps("main") == [1, 2]
+    assert content(store, head)["w/a"] == TENSORS["w/a"].tobytes()
+    store.pin("best", head)
+    assert store.resolve_name("best").step == 2
+    assert verify(store, level="restore").ok
+    assert Store.open(os.fsencode(tmp_path / name / name)).uuid == store.uuid
+
+
+def test_relative_path_and_chdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A training script that changes directory must not save or read elsewhere."""  # case 174
+    monkeypatch.chdir(tmp_path)
+    small = SmallStore(Path("store"))
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    head = steps_of(small, "main", [1])
+    assert content(small.store, head)["w/b"] == TENSORS["w/b"].tobytes()
+    assert small.store.path == str(tmp_path / "store")
+    assert os.listdir(tmp_path / "elsewhere") == []
+    small.close()
+
+
+@pytest.mark.parametrize("how", ["moved", "copied", "symlink", "link-to-parent"])
+def test_moved_copied_and_linked_stores(small: SmallStore, tmp_path: Path, how: str) -> None:
+    """Absolute paths inside would break a store that is moved to an archive."""  # case 95
+    steps_of(small, "main", [1, 2])
+    small.store.pin("keep", small.store.head("main"))
+    target = tmp_path / "somewhere else"
+    if how == "moved":
+        os.rename(small.path, target)
+    elif how == "copied":
+        shutil.copytree(small.path, target)
+    elif how == "symlink":
+        target.symlink_to(small.path)
+    else:
+        (tmp_path / "up").symlink_to(tmp_path)
+        target = tmp_path / "up" / "store"
+    store = Store.open(target)
+    assert store.uuid == small.store.uuid
+    assert content(store, store.resolve_name("keep"))["w/a"] == TENSORS["w/a"].tobytes()
+    assert verify(store).ok
+
+
+def test_a_symlink_that_is_turned_elsewhere_does_not_move_an_open_store(tmp_path: Path) -> None:
+    """Half of a save in each of two stores would be in neither."""
+    one, two = Store.create(tmp_path / "one"), Store.create(tmp_path / "two")
+    link = tmp_path / "link"
+    link.symlink_to(one.path)
+    store = Store.open(link)
+    link.unlink()
+    link.symlink_to(two.path)
+    assert store.path == one.path
+
+
+# read-only use ----------------------------------------------------------------------------------
+
+READ_ALL = """
+    import json, os, sys
+    from deltackpt_store import Store
+    from deltackpt_store.verify import verify
+    os.setgid(65534); os.setuid(65534)
+    store = Store.open(sys.argv[1])
+    commit = store.resolve_name("latest")
+    snapshot = store.snapshot(commit)
+    buffer = memoryview(bytearray(4096))
+    store.get_into(snapshot.chunks[0][0].tobytes(), buffer)
+    print(json.dumps([store.steps("main"), list(store.pins()), len(store.index()),
+                      verify(store, level="restore").ok, len(store.commits("main"))]))
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs to become another user")
+def test_read_only_directory_of_another_user(small: SmallStore, tmp_path: Path) -> None:
+    """Reading somebody's checkpoint must not need write permission, nor leave a trace."""
+    # case 85
+    head = steps_of(small, "main", [1, 2])
+    small.store.pin("best", head)
+    small.close()
+    for directory, _, files in os.walk(small.path):
+        for name in files:
+            os.chmod(os.path.join(directory, name), 0o444)
+        os.chmod(directory, 0o555)
+    for parent in [tmp_path, *tmp_path.parents]:
+        if parent.owner() == "root" and str(parent) != "/" and not parent.stat().st_mode & 1:
+            os.chmod(parent, parent.stat().st_mode | 0o011)
+    before = listing(Path(small.path))
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(READ_ALL), small.path],
+        capture_output=True, text=True, check=False, cwd="/",
+        env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert msgspec.json.decode(done.stdout) == [[1, 2], ["best"], len(small.store.index()), True, 2]
+    assert listing(Path(small.path)) == before
+
+
+class ReadingIO(FileIO):
+    """Fails every call that could change anything."""
+
+    def create(self, path: str, mode: int = 0o666) -> int:
+        raise AssertionError(f"create {path}")
+
+    def link(self, source: str, target: str) -> None:
+        raise AssertionError(f"link {target}")
+
+    unlink = mkdir = rmdir = sync_directory = create  # type: ignore[assignment]
+
+
+def test_reading_performs_no_writing_call(small: SmallStore) -> None:
+    """What reads must not even try to write: it could succeed."""  # case 85
+    head = steps_of(small, "main", [1, 2])
+    small.store.pin("best", head)
+    store = Store.open(small.path, io=ReadingIO())
+    assert content(store, store.resolve_name("best")) == content(small.store, head)
+    assert store.steps("main") == [1, 2]
+    assert verify(store, level="restore").ok
+    assert Store.create(small.path, io=ReadingIO()).uuid == store.uuid
+
+
+# runs and lineages ------------------------------------------------------------------------------
+
+
+def test_steps_are_numbers(small: SmallStore) -> None:
+    """Sorted as text, step 9 would be newer than step 1000000."""  # case 91
+    steps = [9, 10, 99, 100, 1_000_000]
+    steps_of(small, "main", steps)
+    store = small.store
+    assert store.steps("main") == steps
+    assert store.head("main").step == 1_000_000
+    assert [c.number for c in store.commits("main")] == sorted(
+        c.number for c in store.commits("main")
+    )
+    assert store.find("main", 99).step == 99
+    assert store.resolve_name("latest").step == 1_000_000
+
+
+def test_times_do_not_matter(small: SmallStore) -> None:
+    """Copying tools and clocks scramble times; the newest step must stay the newest."""  # case 92
+    steps = list(range(10, 200, 10))
+    steps_of(small, "main", steps)
+    expected = {c.step: content(small.store, c) for c in small.store.commits("main")}
+    rng = random.Random(4)
+    for directory, _, files in os.walk(small.path):
+        for name in files:
+            moment = rng.choice([0, 1, 2**31, 4 * 10**9, rng.randrange(2**31)])
+            os.utime(os.path.join(directory, name), (moment, moment))
+    store = Store.open(small.path)
+    assert store.steps("main") == steps
+    assert store.head("main").step == 190
+    assert {c.step: content(store, c) for c in store.lineage("main")} == expected
+
+
+def test_created_times_do_not_matter(small: SmallStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock that is set back between two saves must not hide the later one."""  # case 92
+    clock = iter([5000.0, 1400.0, 1400.0, 9e9])
+    monkeypatch.setattr("deltackpt_store.store_writer.time.time", lambda: next(clock))
+    steps_of(small, "main", [1, 2, 3, 4])
+    assert [c.created for c in small.store.commits("main")] == [5000.0, 1400.0, 1400.0, 9e9]
+    assert small.store.steps("main") == [1, 2, 3, 4]
+
+
+def test_lineage_after_going_back(small: SmallStore) -> None:
+    """The old branch's larger step numbers must not win over what training does now."""  # case 93
+    steps_of(small, "main", list(range(100, 5001, 100)))
+    back = small.store.find("main", 400)
+    head = steps_of(small, "main", [450, 500], parent=back)
+    store = small.store
+    assert store.head("main").step == 500
+    assert store.steps("main") == [100, 200, 300, 400, 450, 500]
+    assert head.ancestors == ((1, 4), (51, 51))
+    assert len(store.commits("main")) == 52
+    # The new step 500 comes first; an abandoned step can still be asked for.
+    assert store.find("main", 500).number == head.number
+    assert store.find("main", 5000).number == 50
+    with pytest.raises(NotFoundError, match=r"4900, 5000") as caught:
+        store.find("main", 4999)
+    assert caught.value.kind == "unknown-step"
+
+
+def test_lineage_survives_retention(small: SmallStore) -> None:
+    """Steps kept from far back belong to the run although those between are gone."""
+    steps_of(small, "main", [10, 20, 30, 40, 50, 60])
+    steps_of(small, "main", [35, 45], parent=small.store.find("main", 30))
+    for number in (2, 3):  # the very commit that was gone back to included
+        os.unlink(f"{small.path}/runs/main/{number_name(number)}")
+    Path(f"{small.path}/runs/main/{number_name(7)}.retired").touch()
+    store = Store.open(small.path)
+    assert store.steps("main") == [10, 45]
+    assert [c.number for c in store.commits("main")] == [1, 4, 5, 6, 8]
+    Path(f"{small.path}/runs/main/{number_name(8)}.retired").touch()
+    assert store.head("main").step == 60
+    assert store.steps("main") == [10, 40, 50, 60]
+
+
+def test_lineage_of_records_without_ancestors(small: SmallStore) -> None:
+    """Commits that only name their parent are followed one by one."""
+    parent: Commit | None = None
+    for number, step in enumerate([1, 2, 3, 4], 1):
+        commit = small.save("main", step, TENSORS, parent=parent)
+        path = Path(small.path, "runs", "main", number_name(number))
+        link = parent and (parent.run, parent.number, parent.digest)
+        record = msgspec.structs.replace(commit, ancestors=(), parent=link)
+        path.write_bytes(encode_commit(record))
+        parent = small.store.read_commit("main", number)
+    fork = msgspec.structs.replace(small.store.read_commit("main", 2), number=5, step=9)
+    Path(small.path, "runs", "main", number_name(5)).write_bytes(encode_commit(fork))
+    assert small.store.steps("main") == [1, 9]
+
+
+def test_overwritten_step_counts_once(small: SmallStore) -> None:
+    """A step saved again is listed once, as it was saved last."""  # case 99
+    steps_of(small, "main", [1, 2, 3])
+    again = small.save("main", 2, TENSORS, parent=small.store.find("main", 3))
+    assert small.store.steps("main") == [1, 3, 2]
+    assert small.store.find("main", 2).number == again.number
+    assert small.store.resolve_name("latest").number == again.number
+
+
+def test_a_run_that_starts_from_another(small: SmallStore) -> None:
+    """A fork's lineage is its own; the step it came from stays where it was."""
+    source = steps_of(small, "main", [100, 200])
+    steps_of(small, "fork", [250], parent=source)
+    store = small.store
+    assert store.runs() == ["fork", "main"]
+    assert store.steps("fork") == [250]
+    assert store.head("fork").parent == ("main", source.number, source.digest)
+    assert store.steps("main") == [100, 200]
+    # Going over to another step of the other run leaves the fork's own steps behind.
+    steps_of(small, "fork", [150], parent=store.find("main", 100))
+    assert store.steps("fork") == [150]
+
+
+def test_parent_that_was_replaced_is_not_in_the_lineage(small: SmallStore) -> None:
+    """A commit put in the place of an ancestor is not what training continued."""
+    steps_of(small, "main", [1, 2, 3])
+    other = msgspec.structs.replace(small.store.read_commit("main", 2), step=2, metrics={"x": 1.0})
+    Path(small.path, "runs", "main", number_name(2)).write_bytes(encode_commit(other))
+    lineage = small.store.lineage("main")
+    assert [c.step for c in lineage] == [1, 3]
+    assert [d.path for d in lineage.damaged] == [f"runs/main/{number_name(2)}"]
+
+
+def test_unknown_run_and_empty_run(small: SmallStore) -> None:
+    """The error says which runs there are."""
+    with pytest.raises(NotFoundError, match="holds no run yet"):
+        small.store.steps("main")
+    steps_of(small, "main", [1])
+    (Path(small.path) / "runs" / "empty").mkdir()
+    for call in (small.store.head, small.store.lineage, small.store.find, small.store.steps):
+        with pytest.raises(NotFoundError, match="main") as caught:
+            call("mian")
+        assert caught.value.kind == "unknown-run"
+        with pytest.raises(NotFoundError, match="no step yet"):
+            call("empty")
+    assert small.store.commits("empty") == []
+    for name in ("", ".hidden", "-x", "a/b", "..", "x" * 101, "ü", "a\n"):
+        with pytest.raises(InvalidInputError):
+            small.store.commits(name)
+
+
+def test_other_files_in_a_run_are_ignored(small: SmallStore) -> None:
+    """Lock files, leftovers and what a file manager drops must not look like steps."""  # case 87
+    steps_of(small, "main", [1])
+    run = Path(small.path, "runs", "main")
+    for name in (".lock", ".tmp-1234-x", "2", "00000000000000000002.bak", ".DS_Store",
+                 "0000000000000000000\uff12"):  # fmt: skip
+        (run / name).write_bytes(b"junk")
+    (Path(small.path) / "runs" / ".DS_Store").write_bytes(b"junk")
+    assert small.store.steps("main") == [1]
+    assert small.store.runs() == ["main"]
+
+
+# damage of what lists steps ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["empty", "flipped", "directory", "foreign", "huge"])
+def test_damaged_newest_commit(
+    small: SmallStore, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A torn newest record must not hide the steps before it, nor pass in silence."""  # case 87
+    steps_of(small, "main", [1, 2, 3])
+    path = Path(small.path, "runs", "main", number_name(3))
+    good = path.read_bytes()
+    path.unlink()
+    if how == "directory":
+        path.mkdir()
+    elif how == "foreign":
+        path.write_bytes(Path(small.path, "runs", "main", number_name(1)).read_bytes())
+    else:
+        damaged = {"empty": b"", "flipped": good[:50] + b"\xff" + good[51:], "huge": bytes(2 << 20)}
+        path.write_bytes(damaged[how])
+    store = small.store
+    commits = store.commits("main")
+    assert [c.step for c in commits] == [1, 2]
+    assert [d.path for d in commits.damaged] == [f"runs/main/{number_name(3)}"]
+    assert isinstance(commits.damaged[0].error, CorruptionError)
+    assert store.head("main").step == 2
+    assert store.steps("main") == [1, 2]
+    assert store.resolve_name("latest").step == 2
+    assert number_name(3) in caplog.text
+    with pytest.raises(CorruptionError):
+        store.read_commit("main", 3)
+
+
+def test_nothing_but_damaged_commits(small: SmallStore) -> None:
+    """A run whose records are all damaged is damaged, not new."""
+    steps_of(small, "main", [1])
+    Path(small.path, "runs", "main", number_name(1)).write_bytes(b"")
+    for call in (small.store.head, small.store.lineage, small.store.find):
+        with pytest.raises(CorruptionError, match="no commit of run"):
+            call("main")
+
+
+def test_commit_that_disappears_while_listing(small: SmallStore) -> None:
+    """Collection may remove a commit between listing and reading: that is not damage."""
+    steps_of(small, "main", [1, 2, 3])
+
+    class Vanishing(FileIO):
+        def open(self, path: str) -> int:
+            if path.endswith(number_name(2)):
+                raise FileNotFoundError(errno.ENOENT, "gone", path)
+            return super().open(path)
+
+    commits = Store.open(small.path, io=Vanishing()).commits("main")
+    assert [c.step for c in commits] == [1, 3]
+    assert commits.damaged == []
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EMFILE, errno.ESTALE])
+def test_a_listing_error_is_never_an_empty_store(small: SmallStore, code: int) -> None:
+    """Starting afresh because the disk did not answer would abandon the whole run."""
+    steps_of(small, "main", [1])
+
+    class Failing(FileIO):
+        def list(self, path: str) -> list[str]:
+            raise OSError(code, os.strerror(code), path)
+
+    store = Store.open(small.path, io=Failing())
+    for call in (store.runs, store.pins, store.index, lambda: store.head("main")):
+        with pytest.raises(StorageError) as caught:
+            call()
+        assert caught.value.errno == code
+
+
+def test_lost_runs_directory_is_damage(small: SmallStore) -> None:
+    """A store without its runs must not look like one that never had any."""
+    steps_of(small, "main", [1])
+    shutil.rmtree(f"{small.path}/runs")
+    with pytest.raises(CorruptionError, match="runs"):
+        small.store.runs()
+    with pytest.raises(CorruptionError, match="runs"):
+        small.store.head("main")
+
+
+# snapshots --------------------------------------------------------------------------------------
+
+
+def test_snapshot_of_base_and_delta(small: SmallStore) -> None:
+    """A delta resolves against its base to exactly what was saved."""
+    first = small.save("main", 1, TENSORS, {"lr": 0.1})
+    changed = {**TENSORS, "w/a": TENSORS["w/a"].copy()}
+    changed["w/a"][7] += 1
+    second = small.save("main", 2, changed, {"lr": 0.2}, parent=first, base=first)
+    store = Store.open(small.path)
+    assert second.base == first.manifest
+    assert content(store, second)["w/a"] == changed["w/a"].tobytes()
+    assert content(store, first)["w/a"] == TENSORS["w/a"].tobytes()
+    snapshot = store.snapshot(second)
+    assert snapshot.root == second.root
+    assert snapshot.base == first.manifest
+    assert set(store.snapshot(first).packs) < set(snapshot.packs)
+    assert store.snapshot(second.manifest).root == second.root
+
+
+def test_unchanged_step_costs_little(small: SmallStore) -> None:
+    """Saving every step of a state that hardly changes must not fill the disk."""  # case 111
+    big = {f"layer{i}/w": pattern(40_000, i) for i in range(20)}
+    first = small.save("main", 1, big, {"lr": 0.1})
+
+    def size() -> int:
+        files = (Path(d, f) for d, _, names in os.walk(small.path) for f in names)
+        return sum(f.stat().st_size for f in files)
+
+    before = size()
+    small.save("main", 2, big, {"lr": 0.1}, parent=first, base=first)
+    assert size() - before < 2048
+
+
+@pytest.mark.parametrize("how", ["other-run", "missing", "flipped", "truncated"])
+def test_base_substituted(small: SmallStore, how: str) -> None:
+    """A delta restored on top of another base would be a mixture of two models."""  # case 105
+    first = small.save("main", 1, TENSORS)
+    delta = small.save("main", 2, {**TENSORS, "w/b": TENSORS["w/b"] + 1}, parent=first, base=first)
+    other = small.save("other", 1, {"w/a": pattern(5000, 7), "w/b": pattern(3000, 8)})
+    path = Path(small.path, "manifests", first.manifest.hex())
+    data = path.read_bytes()
+    if how == "missing":
+        path.unlink()
+    elif how == "other-run":
+        shutil.copy(Path(small.path, "manifests", other.manifest.hex()), path)
+    elif how == "flipped":
+        path.write_bytes(data[:99] + bytes([data[99] ^ 4]) + data[100:])
+    else:
+        path.write_bytes(data[:-1])
+    store = Store.open(small.path)
+    for commit in (delta, first):
+        with pytest.raises(CorruptionError) as caught:
+            store.snapshot(commit)
+        assert caught.value.context["path"] == f"manifests/{first.manifest.hex()}"
+        assert (caught.value.context["run"], caught.value.context["step"]) == ("main", commit.step)
+    assert content(store, other)["w/a"] == pattern(5000, 7).tobytes()
+
+
+def test_chain_of_deltas_is_refused(small: SmallStore) -> None:
+    """A delta upon a delta would make every step depend on all before it."""
+    first = small.save("main", 1, TENSORS)
+    second = small.save("main", 2, TENSORS, parent=first, base=first)
+    manifest = small.store.manifest(second.manifest)
+    chained = small.writer.write_manifest(msgspec.structs.replace(manifest, base=second.manifest))
+    with pytest.raises(CorruptionError, match="base"):
+        small.store.snapshot(chained)
+
+
+@pytest.mark.parametrize("field", ["root", "base", "closure"])
+def test_commit_that_disagrees_with_its_manifest(small: SmallStore, field: str) -> None:
+    """A commit and a manifest that do not belong together are not a step."""
+    commit = small.save("main", 1, TENSORS)
+    wrong = msgspec.structs.replace(commit, **{field: bytes(32)})
+    with pytest.raises(CorruptionError, match=field):
+        small.store.snapshot(wrong)
+
+
+@pytest.mark.parametrize("kind", ["FORMAT", "packs", "manifests", "runs"])
+def test_newest_save_incomplete(small: SmallStore, kind: str) -> None:
+    """With any one file of the newest save missing, the step before must still restore."""
+    # case 87
+    first = steps_of(small, "main", [1])
+
+    def files() -> set[Path]:
+        return {Path(d, f) for d, _, names in os.walk(small.path) for f in names}
+
+    before = files()
+    small.save("main", 2, {**TENSORS, "w/a": pattern(5000, 9)}, parent=first)
+    lost = [f for f in files() - before if f.relative_to(small.path).parts[0] == kind]
+    if kind == "FORMAT":
+        lost = [Path(small.path, "FORMAT")]
+    assert len(lost) == 1
+    lost[0].unlink()
+    if kind == "FORMAT":
+        with pytest.raises(NotFoundError, match="FORMAT"):
+            Store.open(small.path)
+        return
+    store = Store.open(small.path)
+    if kind == "runs":
+        assert store.head("main").step == 1
+    else:
+        with pytest.raises(CorruptionError):
+            content(store, store.head("main"))
+        report = verify(store)
+        assert report.damaged_steps == [("main", 2)]
+    assert content(store, store.find("main", 1))["w/a"] == TENSORS["w/a"].tobytes()
+
+
+# names ------------------------------------------------------------------------------------------
+
+
+def test_resolve_name(small: SmallStore) -> None:
+    """Every way to name a step, and an error with the choices when a name is ambiguous."""
+    steps_of(small, "main", [1, 2])
+    store = small.store
+    for text in ("main@2", "@2", "latest", "main", "main@latest", "@latest", "main@002"):
+        assert store.resolve_name(text).step == 2, text
+    assert store.resolve_name("@1").step == 1
+    steps_of(small, "b", [2, 7])
+    assert store.resolve_name("@7").run == "b"
+    assert store.resolve_name("b").step == 7
+    for text in ("latest", "@latest", "@2"):
+        with pytest.raises(InvalidInputError, match=r"b, main.*write b@") as caught:
+            store.resolve_name(text)
+        assert caught.value.kind == "ambiguous"
+    with pytest.raises(NotFoundError, match=r"no run in .* has step 5"):
+        store.resolve_name("@5")
+    with pytest.raises(NotFoundError, match="nearest are 2, 7"):
+        store.resolve_name("b@5")
+    with pytest.raises(NotFoundError, match="no run or pin 'best'"):
+        store.resolve_name("best")
+    store.pin("best", store.find("main", 1))
+    store.pin("b", store.find("main", 1))
+    assert store.resolve_name("best").step == 1
+    with pytest.raises(InvalidInputError, match="both a run and a pin"):
+        store.resolve_name("b")
+    assert store.resolve_name("b@latest").step == 7
+    for text in ("", "@", "main@", "main@x", "main@-1", "main@1.0", "../x@1", "a@b@1", "@ 1"):
+        with pytest.raises(InvalidInputError):
+            store.resolve_name(text)
+
+
+def test_resolve_name_in_an_empty_store(tmp_path: Path) -> None:
+    """A store before its first save answers plainly."""
+    store = Store.create(tmp_path / "s")
+    for text in ("latest", "@1", "main", "main@1"):
+        with pytest.raises(NotFoundError, match="no run"):
+            store.resolve_name(text)
+
+
+# pins -------------------------------------------------------------------------------------------
+
+
+def test_pins(small: SmallStore) -> None:
+    """A pin names one commit until it is removed, and never moves by itself."""
+    steps_of(small, "main", [1, 2])
+    store = small.store
+    one, two = store.commits("main")
+    store.pin("best", one)
+    store.pin("best", one)
+    store.pin("last", two)
+    assert {name: pin.step for name, pin in store.pins().items()} == {"best": 1, "last": 2}
+    with pytest.raises(ConflictError, match="main@1"):
+        store.pin("best", two)
+    assert store.pinned("best") == one
+    store.unpin("best")
+    assert list(Store.open(small.path).pins()) == ["last"]
+    with pytest.raises(NotFoundError, match="it has last"):
+        store.unpin("best")
+    for name in ("", "../x", ".x", "-x", "a b"):
+        with pytest.raises(InvalidInputError):
+            store.pin(name, one)
+        with pytest.raises(InvalidInputError):
+            store.unpin(name)
+
+
+def test_damaged_pins(small: SmallStore) -> None:
+    """A damaged pin is reported and hides no other; it never names another step."""
+    head = steps_of(small, "main", [1])
+    store = small.store
+    store.pin("a", head)
+    store.pin("b", head)
+    path = Path(small.path, "pins", "a")
+    good = path.read_bytes()
+    for bit in range(8 * len(good)):
+        broken = bytearray(good)
+        broken[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(broken)
+        with pytest.raises(CorruptionError):
+            store.read_pin("a")
+    pins = store.pins()
+    assert list(pins) == ["b"]
+    assert [d.path for d in pins.damaged] == ["pins/a"]
+    path.write_bytes(good)
+    other = msgspec.structs.replace(head, metrics={"x": 1.0})
+    Path(small.path, "runs", "main", number_name(1)).write_bytes(encode_commit(other))
+    with pytest.raises(CorruptionError, match="not the one pinned"):
+        store.resolve_name("a")
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS])
+def test_pin_on_a_full_or_read_only_disk(small: SmallStore, code: int) -> None:
+    """A pin that could not be written is an error, and leaves nothing behind."""
+    head = steps_of(small, "main", [1])
+
+    class Failing(FileIO):
+        def write(self, handle: int, buffers: Any, offset: int) -> int:
+            raise OSError(code, os.strerror(code))
+
+    store = Store.open(small.path, io=Failing())
+    with pytest.raises(StorageError):
+        store.pin("best", head)
+    assert os.listdir(f"{small.path}/pins") == []
+
+
+# one process, many uses -------------------------------------------------------------------------
+
+
+def test_used_after_fork(small: SmallStore) -> None:
+    """Data-loader workers inherit the open store; they may read through it."""  # case 64
+    head = steps_of(small, "main", [1])
+    expected = content(small.store, head)
+    children = []
+    for _ in range(4):
+        child = os.fork()
+        if child == 0:
+            ok = content(small.store, small.store.head("main")) == expected
+            os._exit(0 if ok else 1)
+        children.append(child)
+    assert [os.waitpid(child, 0)[1] for child in children] == [0] * 4
+    assert content(small.store, head) == expected
