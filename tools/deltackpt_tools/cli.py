@@ -69,16 +69,15 @@ class LazyGroup(click.Group):
 
 def report_error(error: Exception, code: Exit) -> None:
     """One line (and the way out) on stderr; with --json also a document on stdout."""
-    context = click.get_current_context()
+    from deltackpt_tools.output import error_document, safe, write_json
+
     message = str(getattr(error, "message", None) or error)
     hint = getattr(error, "hint", None)
-    if context.meta.get("deltackpt.json"):
-        from deltackpt_tools.output import error_document, write_json
-
+    if click.get_current_context().meta.get("deltackpt.json"):
         write_json(error_document(error, message, hint, int(code)))
-    click.echo(f"deltackpt: {message}", err=True)
+    click.echo(f"deltackpt: {safe(message)}", err=True)
     if hint:
-        click.echo(f"  {hint}", err=True)
+        click.echo(f"  {safe(hint)}", err=True)
 
 
 def _version(context: click.Context, _: click.Parameter, wanted: bool) -> None:
