@@ -204,11 +204,13 @@ class Checkpointer:
     @property
     def preempted(self) -> bool:
         """Whether a signal of `save_on` has ever arrived: leave the loop after the next `step`."""
+        self._check_process()
         return self._signals.received is not None
 
     @property
     def last(self) -> SaveReport | None:
         """The report of the newest save of this object that is durable."""
+        self._check_process()
         return self._pipeline.last
 
     def lock(self) -> None:

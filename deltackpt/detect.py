@@ -103,7 +103,9 @@ class LayoutPlan:
         self.private = plan_units(layout, private, unit_bytes)
         specs = [layout.extents[extent] for extent in (*live, *private)]
         self.chunks = sum(spec.chunk_count for spec in specs)
-        self.nbytes = sum(spec.nbytes for spec in specs)
+        bulk = sum(spec.nbytes for spec in specs if spec.nbytes > GIL_FREE_BYTES)
+        self.useful_threads = 1 + bulk // unit_bytes
+        """More would only wait for each other: small pieces are hashed with the GIL."""
 
     def fits(self, layout: Layout, live: Sequence[int], private: Sequence[int]) -> bool:
         return (
@@ -126,8 +128,14 @@ class Workers:
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._started: list[threading.Thread] = []
 
-    def run(self, work: Callable[[Iterator[Unit]], None], units: Sequence[Unit]) -> None:
-        """Call `work` with one shared iterator of `units` on as many threads as are useful.
+    def run(
+        self,
+        work: Callable[[Iterator[Unit]], None],
+        units: Sequence[Unit],
+        *,
+        at_most: int | None = None,
+    ) -> None:
+        """Call `work` with one shared iterator of `units` on up to `at_most` threads.
 
         Returns when all calls have returned. The first exception of any of them is raised here;
         the others then find no more units.
@@ -149,7 +157,7 @@ class Workers:
                 errors.append(error)
                 queue.clear()
 
-        helpers = min(self.threads, len(units)) - 1
+        helpers = min(self.threads, at_most or self.threads, len(units)) - 1
         done = threading.Semaphore(0)
 
         def helper_job() -> None:

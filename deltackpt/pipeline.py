@@ -40,7 +40,7 @@ from .baseline import Baseline, Baselines, proven_table
 from .capture import Capture
 from .options import Options
 from .report import SaveProgress, SaveReport
-from .stage import HostStager, Job, Stager, Staging, version_of
+from .stage import HostStager, Job, Stager, Staging, versions_of
 from .writerlink import WriterLink
 
 _log = logging.getLogger("deltackpt")
@@ -119,7 +119,11 @@ class SavePipeline:
     @property
     def in_flight(self) -> tuple[int, ...]:
         """Steps accepted and neither durable nor failed, oldest first."""
-        return tuple(t.progress.step for t in tuple(self._tasks) if t.request is not None)
+        return tuple(
+            task.progress.step
+            for task in tuple(self._tasks)
+            if task.request is not None and not task.progress.is_done
+        )
 
     @property
     def busy(self) -> bool:
@@ -139,11 +143,9 @@ class SavePipeline:
     def submit(self, request: Request, capture: Capture, started: float) -> SaveProgress:
         """Accept a save; returns at once. The caller has seen to it that there is room."""
         progress = SaveProgress(self._options.run, request.step, self._delivered, started)
-        versions: dict[int, int] = {}
-        for extent, source in capture.sources.items():
-            if source.live and (version := version_of(source.owner)) is not None:
-                versions[extent] = version
-        self._accept(_Task(progress, self._deadline(), capture, request, versions=versions))
+        task = _Task(progress, self._deadline(), capture, request)
+        task.versions = versions_of(capture.sources)
+        self._accept(task)
         return progress
 
     def restored(self, commit: Commit, capture: Capture | None) -> None:

@@ -125,17 +125,24 @@ def _host_bytes(source: Source, start: int, end: int) -> tuple[torch.Tensor, mem
 
     Device memory is copied to the host first: right, but slower than a stager that detects there.
     """
-    data = source.data[start:end]
-    if data.device.type != "cpu":
-        data = data.cpu()
+    data = source.data
+    if data.is_cpu:
+        view = memory(data)
+        return data, view if start == 0 and end >= len(view) else view[start:end]
+    data = data[start:end].cpu()
     return data, memory(data)
 
 
-def version_of(owner: torch.Tensor | None) -> int | None:
-    """The autograd version counter; None where there is none (inference tensors)."""
-    if owner is None or owner.is_inference():
-        return None
-    return owner._version
+def versions_of(sources: Mapping[int, Source]) -> dict[int, int]:
+    """Extent -> autograd version counter of its owner, for live sources that have one."""
+    versions: dict[int, int] = {}
+    for extent, source in sources.items():
+        if source.live and source.owner is not None:
+            try:
+                versions[extent] = source.owner._version
+            except RuntimeError:  # an inference tensor: nobody counts its versions
+                continue
+    return versions
 
 
 class Packer:
@@ -198,7 +205,7 @@ class HostStager:
         run = _Run(job, plan, self._seed, ring)
         if not plan.live:
             run.live_is_done()
-        self._workers.run(run.work, plan.live + plan.private)
+        self._workers.run(run.work, plan.live + plan.private, at_most=plan.useful_threads)
         return Staging(
             table=run.finished_table(), chunks=plan.chunks, changed_chunks=run.changed_chunks,
             changed_bytes=run.changed_bytes, staged_bytes=run.changed_bytes,
@@ -296,8 +303,9 @@ class _Run:
 
     def live_is_done(self) -> None:
         """All live bytes are hashed and copied: check that nobody moved them, then unlock."""
+        now = versions_of(self._job.sources)
         for extent, before in self._job.versions.items():
-            if version_of(self._job.sources[extent].owner) != before:
+            if now.get(extent) != before:
                 raise self._torn(extent)
         self._job.unlock()
 

@@ -8,12 +8,13 @@ import time
 import msgspec
 import torch
 import xxhash
-from deltackpt.detect import ChangeTable
-from deltackpt.extents import Source
-from deltackpt.stage import HostStager, Job, Staging, version_of
 from deltackpt_store.errors import StorageError
 from deltackpt_store.manifest import ExtentSpec, Layout, TensorView
 from deltackpt_store.protocol import unpack_records
+
+from deltackpt.detect import ChangeTable
+from deltackpt.extents import Source
+from deltackpt.stage import HostStager, Job, Staging, versions_of
 
 SEED = 0x5EED
 
@@ -105,11 +106,7 @@ def stage(
 ) -> Staging:
     """One pass of the host stager."""
     stager = stager or HostStager(seed=SEED, threads=threads)
-    versions = {
-        extent: version
-        for extent, source in state.sources.items()
-        if (version := version_of(source.owner)) is not None
-    }
+    versions = versions_of(state.sources)
     job = Job(
         save=1, layout=state.layout, sources=state.sources, table=table or {},
         versions=versions, deadline=time.monotonic() + seconds,

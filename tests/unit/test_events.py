@@ -7,9 +7,10 @@ import logging
 from typing import Any
 
 import pytest
+from deltackpt_store.errors import InvalidInputError, StorageError
+
 from deltackpt import events
 from deltackpt.events import Observer, Observers
-from deltackpt_store.errors import InvalidInputError, StorageError
 
 EVENTS: list[events.Event] = [
     events.Staged("main", 1, 0.5, 100),

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
+import textwrap
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from types import FrameType
 
 import pytest
-from deltackpt import lifecycle
-from deltackpt.lifecycle import SaveSignals
+import torch
 from deltackpt_store.errors import InvalidInputError, StateError
+from saving import saved, steps
+
+from deltackpt import lifecycle
+from deltackpt.checkpointer import Checkpointer
+from deltackpt.lifecycle import SaveSignals
 
 
 @pytest.fixture(autouse=True)
@@ -140,3 +148,204 @@ def test_exit_finishes_what_is_registered_and_survives_failures(
     assert "I/O error" in caplog.text
     for pipeline in (bad, good):
         lifecycle.unregister(pipeline)
+
+
+# whole processes ---------------------------------------------------------------------------------
+
+PRELUDE = """
+import os, signal, sys, threading
+import torch
+from torch import nn
+from deltackpt.checkpointer import Checkpointer
+from deltackpt_store.errors import StateError
+
+path, writer = sys.argv[1], sys.argv[2]
+torch.manual_seed(0)
+model = nn.Linear(256, 256)
+optimizer = torch.optim.AdamW(model.parameters())
+
+def train():
+    model(torch.randn(4, 256)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+def digest():
+    return [float(p.double().sum()) for p in model.parameters()]
+"""
+
+
+def run_script(body: str, path: Path, writer: str, *, code: int = 0) -> str:
+    """Run `body` after the prelude in a process of its own, to its end; returns its output."""
+    done = subprocess.run(
+        [sys.executable, "-c", PRELUDE + textwrap.dedent(body), str(path), writer],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+    assert done.returncode == code, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("writer", ["process", "thread"])
+@pytest.mark.parametrize(
+    "ending", ["", "sys.exit(3)", "raise ZeroDivisionError", "train(); train()"]
+)
+def test_a_script_that_just_ends_keeps_its_last_save(
+    tmp_path: Path, writer: str, ending: str
+) -> None:
+    """Prevents: the last save being cut off without a word when the interpreter ends."""
+    # case 61
+    body = f"""
+    ckpt = Checkpointer(path, {{"model": model, "optimizer": optimizer}}, writer=writer)
+    train()
+    ckpt.save(1)
+    train()
+    ckpt.save(2)
+    {ending}
+    """
+    code = {"": 0, "sys.exit(3)": 3}.get(ending, 1)
+    run_script(body, tmp_path / "store", writer, code=code)
+    assert steps(tmp_path / "store") == [1, 2]
+    saved(tmp_path / "store", 2)
+
+
+@pytest.mark.parametrize("writer", ["process", "thread"])
+def test_signals_at_any_moment_save_at_the_next_step(tmp_path: Path, writer: str) -> None:
+    """Prevents: a handler that re-enters a save, deadlocks, or leaves it half made."""
+    # case 62
+    body = """
+    import random
+    from deltackpt import events
+
+    class Watch:
+        preempted, committed = [], []
+        def on_event(self, event):
+            if isinstance(event, events.Preempted):
+                self.preempted.append(event.step)
+            elif isinstance(event, events.Committed):
+                self.committed.append(event.step)
+
+    watch = Watch()
+    state = {"model": model, "optimizer": optimizer}
+    sent = 0
+    stop = threading.Event()
+
+    def shoot():
+        global sent
+        rng = random.Random(7)
+        while sent < 200:
+            if stop.wait(rng.random() * 0.004):
+                return
+            os.kill(os.getpid(), rng.choice([signal.SIGTERM, signal.SIGUSR1]))
+            sent += 1
+
+    with Checkpointer(path, state, writer=writer, every=7, observers=[watch],
+                      save_on=(signal.SIGTERM, signal.SIGUSR1)) as ckpt:
+        shooter = threading.Thread(target=shoot)
+        shooter.start()
+        step = 0
+        while shooter.is_alive():
+            train()
+            pending = ckpt.should_save()
+            save = ckpt.step(step)
+            assert not pending or save is not None
+            step += 1
+        shooter.join()
+        train()
+        last = ckpt.step(step)
+        assert ckpt.preempted
+    assert len(watch.preempted) > 5
+    assert set(watch.preempted) <= set(watch.committed)
+    assert watch.committed == sorted(watch.committed)
+    print(watch.committed[-1])
+    """
+    last = int(run_script(body, tmp_path / "store", writer))
+    assert steps(tmp_path / "store")[-1] == last
+    saved(tmp_path / "store", last)
+
+
+def test_the_flag_can_be_polled_anywhere(tmp_path: Path) -> None:
+    """Prevents: preemption during a long evaluation, where nobody looks at the flag."""
+    # case 68
+    ckpt = Checkpointer(
+        tmp_path / "store", {"x": torch.zeros(1000)}, writer="thread", every=100, final=False,
+        save_on=(signal.SIGUSR1,),
+    )  # fmt: skip
+    with ckpt:
+        ckpt.step(1)
+        for batch in range(10):  # an evaluation
+            if batch == 3:
+                os.kill(os.getpid(), signal.SIGUSR1)
+            if ckpt.should_save():
+                assert ckpt.preempted
+                ckpt.save(1)
+                break
+        assert batch == 3
+        assert not ckpt.should_save()  # taken
+        assert ckpt.step(2) is None
+        assert ckpt.preempted  # for good: leave the loop
+    assert steps(tmp_path / "store") == [1]
+    assert "how often you\n        save" in (Checkpointer.should_save.__doc__ or "")
+
+
+def test_a_fork_uses_nothing_of_its_parent_and_ends_normally(tmp_path: Path) -> None:
+    """Prevents: a child that writes into its parent's channel, or hangs at its exit."""
+    # case 64
+    body = """
+    import gc
+    ckpt = Checkpointer(path, {"model": model, "optimizer": optimizer}, writer=writer,
+                        save_on=(signal.SIGTERM,))
+    train()
+    ckpt.save(0)          # in flight while forking
+    children = []
+    for number in range(4):
+        pid = os.fork()
+        if pid == 0:
+            calls = [lambda: ckpt.save(9), lambda: ckpt.step(9), ckpt.wait, ckpt.lock, ckpt.close,
+                     ckpt.__enter__, lambda: ckpt.should_save(1), lambda: ckpt.preempted,
+                     lambda: ckpt.last]
+            for call in calls:
+                try:
+                    call()
+                except StateError as error:
+                    assert error.kind == "forked" and "fork" in str(error), error
+                else:
+                    sys.exit(90)
+            train()        # the inherited pre-hook does nothing
+            if number % 2:
+                del ckpt, calls, call
+                gc.collect()
+            sys.exit(5)    # a whole interpreter shutdown, exit hooks included
+        children.append(pid)
+    for pid in children:
+        _, status = os.waitpid(pid, 0)
+        assert os.waitstatus_to_exitcode(status) == 5, status
+    train()
+    ckpt.save(1).result(60)
+    ckpt.close()
+    """
+    for writer in ("process", "thread"):
+        run_script(body, tmp_path / writer, writer)
+        assert steps(tmp_path / writer) == [0, 1]
+
+
+def test_forked_loader_workers_and_saves_get_along(tmp_path: Path) -> None:
+    # case 64
+    body = """
+    from torch.utils.data import DataLoader
+    loader = DataLoader(torch.arange(64.0).view(64, 1).expand(64, 256), batch_size=4,
+                        num_workers=4, multiprocessing_context="fork")
+    step = 0
+    with Checkpointer(path, {"model": model, "optimizer": optimizer}, writer=writer, every=1,
+                      save_on=(signal.SIGTERM,)) as ckpt:
+        for epoch in range(2):
+            for batch in loader:
+                model(batch).square().mean().backward()
+                optimizer.step()
+                ckpt.step(step)
+                step += 1
+    """
+    run_script(body, tmp_path / "store", "process")
+    assert steps(tmp_path / "store") == list(range(32))

@@ -6,15 +6,17 @@ import time
 from typing import Any
 
 import pytest
-from deltackpt.options import check_metrics, check_options, check_step
-from deltackpt.policy import Due, Every, Keep, check_every
 from deltackpt_store.errors import InvalidInputError
 
-GOOD: dict[str, Any] = dict(
-    run="main", every=None, keep=None, writer="process", ring_bytes=None, chunk_bytes=1 << 18,
-    codec="auto", overlap=True, on_busy="wait", on_error="raise", durable_timeout=600.0,
-    lock_timeout=60.0, rng=True, threads=None, final=True,
-)  # fmt: skip
+from deltackpt.options import check_metrics, check_options, check_step
+from deltackpt.policy import Due, Every, Keep, check_every
+
+GOOD: dict[str, Any] = {
+    "run": "main", "every": None, "keep": None, "writer": "process", "ring_bytes": None,
+    "chunk_bytes": 1 << 18, "codec": "auto", "overlap": True, "on_busy": "wait",
+    "on_error": "raise", "durable_timeout": 600.0, "lock_timeout": 60.0, "rng": True,
+    "threads": None, "final": True,
+}  # fmt: skip
 
 
 def due_steps(every: Any, steps: Any, *, first: int | None = None) -> list[int]:

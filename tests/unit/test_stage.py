@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import threading
 
-import deltackpt.stage as stage_module
 import numpy as np
 import pytest
 import torch
-from deltackpt.detect import HASH_BYTES
-from deltackpt.stage import HostStager
 from deltackpt_store.errors import CorruptionError, StateError, StorageError
 from deltackpt_store.protocol import extent_keys
 from staging_ring import SEED, MemoryRing, Tensors, stage
+
+import deltackpt.stage as stage_module
+from deltackpt.detect import HASH_BYTES
+from deltackpt.stage import HostStager
 
 
 def bytes_of(tensor: torch.Tensor) -> bytes:
     return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
-def random_state(chunk_bytes: int = 65536, *, live: bool = True) -> tuple[dict[str, torch.Tensor], Tensors]:  # fmt: skip
+State = tuple[dict[str, torch.Tensor], Tensors]
+
+
+def random_state(chunk_bytes: int = 65536, *, live: bool = True) -> State:
     generator = torch.Generator().manual_seed(3)
     tensors = {
         "big": torch.randn(300_000, generator=generator),

@@ -1,0 +1,182 @@
+"""Helpers for tests that save: small training setups, gates for the disk, and reading back."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from deltackpt_store.errors import NotFoundError
+from deltackpt_store.fileio import FileIO
+from deltackpt_store.store import Store
+from torch import nn
+
+import deltackpt.stage as stage_module
+from deltackpt import events
+from deltackpt.checkpointer import Checkpointer
+from deltackpt.reading import Step
+from deltackpt.views import rebuild
+
+
+def saved(path: Path | str, step: int | None = None, run: str = "main") -> dict[str, Any]:
+    """The state of a committed step, every chunk verified; no live object involved."""
+    store = Store.open(path)
+    commit = store.head(run) if step is None else store.find(run, step)
+    found = Step(store, commit, None)
+    memory = found.read_all(found.extents_of(found.selected), None)
+    state = found.build(lambda _, view: rebuild(view, memory[view.extent]), found.selected)
+    return {key: value for key, value in state.items() if not str(key).startswith("#")}
+
+
+def steps(path: Path | str, run: str = "main") -> list[int]:
+    store = Store.open(path)
+    try:
+        return store.steps(run)
+    except NotFoundError:
+        return []
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+def assert_same(left: Any, right: Any, path: str = "") -> None:
+    """Equal structure, types and values; tensors by their bits."""
+    assert isinstance(left, torch.Tensor) == isinstance(right, torch.Tensor), path
+    if isinstance(left, torch.Tensor):
+        assert left.dtype == right.dtype, path
+        assert left.shape == right.shape, path
+        assert bits(left) == bits(right), path
+    elif isinstance(left, dict):
+        assert list(left) == list(right), path
+        for key in left:
+            assert_same(left[key], right[key], f"{path}/{key}")
+    elif isinstance(left, (list, tuple)):
+        assert len(left) == len(right), path
+        for index, (a, b) in enumerate(zip(left, right, strict=True)):
+            assert_same(a, b, f"{path}/{index}")
+    else:
+        assert left == right, path
+
+
+class Training:
+    """A small model with buffers that forward mutates, and an AdamW that owns its parameters."""
+
+    def __init__(self, width: int = 64, *, layers: int = 3, seed: int = 0) -> None:
+        torch.manual_seed(seed)
+        parts: list[nn.Module] = []
+        for _ in range(layers):
+            parts += [nn.Linear(width, width), nn.BatchNorm1d(width), nn.Tanh()]
+        self.model = nn.Sequential(*parts)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.width = width
+        self.objects = {"model": self.model, "optimizer": self.optimizer}
+
+    def backward(self) -> None:
+        data = torch.randn(8, self.width)
+        self.optimizer.zero_grad()
+        self.model(data).square().mean().backward()
+
+    def step(self) -> None:
+        self.backward()
+        self.optimizer.step()
+
+    def copy(self) -> dict[str, Any]:
+        """An independent deep copy of the state as it is now."""
+        return {name: _copied(thing.state_dict()) for name, thing in self.objects.items()}
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        return {key: _copied(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_copied(item) for item in value)
+    return value
+
+
+class Gate:
+    """Something that waits while closed. Opens by itself at the end of the test."""
+
+    def __init__(self) -> None:
+        self._open = threading.Event()
+        self._open.set()
+        self.waiting = threading.Event()
+        """Somebody has come to the closed gate."""
+
+    def close(self) -> None:
+        self.waiting.clear()
+        self._open.clear()
+
+    def open(self) -> None:
+        self._open.set()
+
+    def wait_for_visitor(self) -> None:
+        assert self.waiting.wait(60)
+
+    def pass_through(self) -> None:
+        if not self._open.is_set():
+            self.waiting.set()
+            assert self._open.wait(60), "a gate was left closed"
+
+
+class Recorder:
+    """An observer that keeps everything."""
+
+    def __init__(self) -> None:
+        self.events: list[events.Event] = []
+
+    def on_event(self, event: events.Event, /) -> None:
+        self.events.append(event)
+
+    def of(self, kind: type) -> list[Any]:
+        return [event for event in self.events if type(event) is kind]
+
+
+Opener = Callable[..., Checkpointer]
+
+
+@contextlib.contextmanager
+def opener(default_path: Path) -> Iterator[Opener]:
+    """Opens checkpointers (thread writers unless said otherwise) and closes what is left open."""
+    opened: list[Checkpointer] = []
+
+    def open_one(state: Any, path: Path | None = None, **options: Any) -> Checkpointer:
+        chosen = {"writer": "thread", "chunk_bytes": 4096, "final": False, **options}
+        ckpt = Checkpointer(path or default_path, state, **chosen)
+        opened.append(ckpt)
+        return ckpt
+
+    yield open_one
+    for ckpt in opened:
+        with contextlib.suppress(Exception):
+            ckpt.close()
+
+
+def gate_disk(monkeypatch: pytest.MonkeyPatch) -> Gate:
+    """A gate before every fdatasync of this process (writer="thread")."""
+    gate, real = Gate(), FileIO.sync
+
+    def sync(self: FileIO, handle: int) -> None:
+        gate.pass_through()
+        real(self, handle)
+
+    monkeypatch.setattr(FileIO, "sync", sync)
+    return gate
+
+
+def gate_staging(monkeypatch: pytest.MonkeyPatch) -> Gate:
+    """A gate between the hash of a chunk and its copy."""
+    gate, real = Gate(), stage_module.copy_bytes
+
+    def copy(target: memoryview, source: memoryview) -> None:
+        gate.pass_through()
+        real(target, source)
+
+    monkeypatch.setattr(stage_module, "copy_bytes", copy)
+    return gate
