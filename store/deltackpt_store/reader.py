@@ -81,7 +81,7 @@ class ChunkReader:
         first: dict[bytes, memoryview] = {}
         again: list[Request] = []
         for chunk_id, dest in requests:
-            if dest.ndim != 1 or dest.format != "B" or dest.readonly or not dest.c_contiguous:
+            if dest.format != "B" or dest.ndim != 1 or dest.readonly or not dest.contiguous:
                 dest = _flat(dest)
             known = first.setdefault(chunk_id, dest)
             if known is not dest:
@@ -352,6 +352,6 @@ def thread_count(threads: int | None, total: int, chunks: int) -> int:
 
 
 def _flat(dest: memoryview) -> memoryview:
-    if dest.readonly or not dest.c_contiguous or not dest.nbytes:
+    if dest.readonly or not dest.c_contiguous:
         raise InvalidInputError("a chunk needs writable contiguous memory of its size")
-    return dest.cast("B")
+    return dest.cast("B") if dest.nbytes else memoryview(bytearray())
