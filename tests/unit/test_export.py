@@ -16,12 +16,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from zoneinfo import ZoneInfo
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner, Result
+from deltackpt_store.errors import CorruptionError
 from deltackpt_tools import publish, tensor_bytes
 from deltackpt_tools.cli import cli
+from deltackpt_tools.export_safetensors import export_safetensors
+from deltackpt_tools.export_torch import export_torch
+from deltackpt_tools.selection import select
 from safetensors import safe_open
 from safetensors.torch import load_file
 from small_store import SmallStore, pattern
@@ -477,3 +482,27 @@ def test_memory_does_not_grow_with_the_state(tmp_path: Path, name: str) -> None:
         peaks.append(int(done.stderr.split()[-1]) << 10)
     assert (tmp_path / name).stat().st_size > 160 << 20
     assert peaks[1] - peaks[0] < 80 << 20
+
+
+@pytest.mark.parametrize(
+    "structure",
+    [7, -1, "text", None, [], ["d"], ["d", 5], ["d", [["k"]]], ["x", []], [["d"]],
+     ["coo", [2], True, 0], ["np", 0], ["nt", "os", "system", []], ["dd", "eval", []],
+     ["d", [[["nt", "os", "system", ["a"], ["b"]], 0], [["x"], 0]]], {"d": 1}, [0, 1]],
+)  # fmt: skip
+def test_a_crafted_structure_is_refused(tmp_path: Path, structure: Any) -> None:
+    small = SmallStore(tmp_path / "store")
+    commit = small.save("main", 1, {"w": pattern(4)}, {"v": 1})
+    snapshot = small.store.snapshot(commit)
+    small.close()
+    crafted = msgspec.structs.replace(snapshot.layout, structure=msgspec.msgpack.encode(structure))
+    snapshot.layout = crafted
+    chosen = select(snapshot, "", ())
+    source = tensor_bytes.TensorBytes(snapshot, small.store.reader(), str(tmp_path))
+    for export_as in (export_torch, export_safetensors):
+        with open(tmp_path / "out", "w+b") as file:
+            try:
+                export_as(file, commit, snapshot, chosen, source)
+            except CorruptionError:
+                continue
+        assert export_as is export_safetensors or not os.path.getsize(tmp_path / "out")

@@ -24,6 +24,7 @@ from deltackpt_tools.structure import (
     SEQUENCES,
     SPARSE,
     Node,
+    check_tree,
     entries,
     parse_structure,
     slots_below,
@@ -57,6 +58,7 @@ class _Tree:
         return node
 
     def node(self, node: Node) -> None:
+        """Push a node that :func:`check_tree` has found well-formed."""
         if isinstance(node, int):
             self._leaf(node)
             return
@@ -67,10 +69,8 @@ class _Tree:
             self._sequence(tag, rest)
         elif tag in SPARSE:
             self._sparse(tag, rest)
-        elif tag == "np":
-            self._array(rest)
         else:
-            raise ValueError(f"unknown node {tag!r:.40}")
+            self._array(rest)
 
     def _kept(self, node: Node) -> bool:
         """Whether a selected leaf lies below, or no leaf at all. Of sparse tensors all parts
@@ -201,6 +201,7 @@ def export_torch(
     tree = _Tree(snapshot, selection, storages)
     try:
         root = _without_internal(parse_structure(snapshot.layout.structure))
+        check_tree(root)
         tree.node(tree.below(root, selection.prefix.count("/")))
     except (ValueError, TypeError, IndexError, KeyError, RecursionError) as error:
         if isinstance(error, DeltackptError):

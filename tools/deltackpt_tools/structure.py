@@ -17,6 +17,9 @@ MAPPINGS = ("d", "od", "ctr", "dd")
 SEQUENCES = ("l", "t", "dq", "nt")
 SPARSE = ("coo", "csr", "csc", "bsr", "bsc")
 
+_PARTS = {"d": 1, "ctr": 1, "dd": 2, "l": 1, "t": 1, "dq": 2, "nt": 4, "np": 3,
+          **dict.fromkeys(SPARSE, 6)}  # fmt: skip
+
 
 def parse_structure(structure: bytes) -> Node:
     """The root node; CorruptionError when the document is malformed."""
@@ -32,7 +35,7 @@ def entries(node: list[Any]) -> list[tuple[Any, Node]]:
 
 
 def slots_below(node: Node) -> Iterator[int]:
-    """Slots of all leaves of `node`, in order. ValueError for an unknown tag."""
+    """Slots of all leaves of `node`, in order. ValueError for what is no node."""
     for inner in walk(node):
         if isinstance(inner, int):
             yield inner
@@ -43,19 +46,25 @@ def slots_below(node: Node) -> Iterator[int]:
 
 
 def walk(node: Node) -> Iterator[Node]:
-    """`node` and all nodes below it, parents first."""
+    """`node` and all nodes below it, parents first. ValueError for what is no node."""
     yield node
     if isinstance(node, int):
         return
-    tag = node[0]
+    tag, parts = node[0], len(node) - 1
+    if parts != _PARTS.get(tag) and not (tag == "od" and parts in (1, 2)):
+        raise ValueError(f"{parts} parts in a node {tag!r:.40}")
     if tag in MAPPINGS:
         for _, child in entries(node):
             yield from walk(child)
     elif tag in SEQUENCES:
         for child in node[-1]:
             yield from walk(child)
-    elif tag not in SPARSE and tag != "np":
-        raise ValueError(f"unknown node {tag!r:.40}")
+
+
+def check_tree(root: Node) -> None:
+    """ValueError (or TypeError, IndexError) unless every node is well-formed."""
+    for _ in walk(root):
+        pass
 
 
 def array_slots(structure: bytes) -> frozenset[int]:
