@@ -25,6 +25,7 @@ from deltackpt_store.store import Store
 from toy_trainer import CHUNK, SEED, ToyTrainer, check_run, read_arrays, state_at
 
 SCRIPT = Path(__file__).parents[1] / "support" / "toy_trainer.py"
+ROUNDS = 50
 OPTIONS = WriterOptions(lock_timeout=60)
 
 
@@ -86,7 +87,7 @@ def test_writer_killed_at_random_protocol_points(tmp_path: Path) -> None:
     path = str(tmp_path / "store")
     acknowledged: int | None = None
     died = 0
-    for _ in range(30):
+    for _ in range(ROUNDS):
         outcomes: list[Any] = []
         client = WriterClient(
             path, "main", seed=SEED, ring_bytes=3 * 4 * CHUNK, slot_bytes=4 * CHUNK,
@@ -118,7 +119,7 @@ def test_writer_killed_at_random_protocol_points(tmp_path: Path) -> None:
         acknowledged = max(steps, default=acknowledged)
         for outcome in outcomes:
             assert isinstance(outcome, (Committed, WriterError)), outcome
-    assert died >= 20
+    assert died >= ROUNDS // 2
     steps = check_run(path)
     assert steps[-1] >= (acknowledged or 0)
 
@@ -199,7 +200,7 @@ def test_trainer_killed_at_random_moments(tmp_path: Path, job: Callable[..., Job
     chance = random.Random(21)
     path = str(tmp_path / "store")
     known = -1
-    for _ in range(15):
+    for _ in range(ROUNDS):
         trainer = job(path)
         trainer.watch(chance.randrange(0, 6))
         for _ in range(chance.randrange(30_000)):
@@ -219,7 +220,7 @@ def test_both_killed_at_random_moments(tmp_path: Path, job: Callable[..., Job]) 
     chance = random.Random(22)
     path = str(tmp_path / "store")
     known = -1
-    for _ in range(15):
+    for _ in range(ROUNDS):
         trainer = job(path)
         trainer.watch(chance.randrange(0, 6))
         for _ in range(chance.randrange(30_000)):
