@@ -86,6 +86,35 @@ def copy_bits(target: torch.Tensor, source: torch.Tensor) -> None:
         bits(target).copy_(bits(source))
 
 
+_BLOCK = 1 << 18  # bytes swapped at a time: stays in the processor's cache
+
+
+def exchange_bits(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Swap the contents of two tensors of one dtype and shape, which share no memory.
+
+    Both keep their layout and device. Neither is expanded or overlaps itself.
+    """
+    with torch.no_grad():
+        if not (plain_bits(target) and plain_bits(source)):
+            old = target.detach().clone()
+            target.detach().copy_(source.detach())
+            source.detach().copy_(old)
+            return
+        left, right = bits(target), bits(source)
+        order = memory_order(left.shape, left.stride())
+        if order is not None and right.permute(order).is_contiguous():
+            left, right = left.permute(order).view(-1), right.permute(order).view(-1)
+            step = _BLOCK // left.element_size()
+        else:
+            step = max(1, left.numel())
+        for at in range(0, len(left), step) if left.dim() == 1 else (None,):
+            here = left if at is None else left[at : at + step]
+            there = right if at is None else right[at : at + step]
+            old = here.clone()
+            here.copy_(there)
+            there.copy_(old)
+
+
 def repeats_like(target: torch.Tensor, source: torch.Tensor) -> bool:
     """Whether `source` holds equal values wherever `target`'s elements share memory."""
     representative = source

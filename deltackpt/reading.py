@@ -19,7 +19,9 @@ from deltackpt_store.manifest import Commit, TensorView
 from deltackpt_store.reader import ChunkReader, Request
 from deltackpt_store.store import Store
 
-from deltackpt import extents, tree, values
+from . import tree, values
+from .values import dtype_from_name
+from .views import rebuild
 
 RESERVED = "#"
 """First character of the top-level entries that the library itself adds to a state."""
@@ -69,6 +71,16 @@ class Step:
 
         return tree.build(self.layout.structure, leaf, keep=keep)
 
+    def outline(
+        self, leaf: Callable[[int], Any], parts: Callable[[tuple[int, ...]], Any]
+    ) -> dict[Any, Any]:
+        """The selected containers, `leaf` and `parts` in place of values (see `tree.build`)."""
+        return tree.build(self.layout.structure, leaf, keep=self.selected, parts=parts)
+
+    def shape_of(self, view: TensorView) -> torch.Tensor:
+        """A tensor on the meta device with the saved one's dtype and shape."""
+        return torch.empty(view.shape, dtype=dtype_from_name(view.dtype), device="meta")
+
     def reserved(self, name: str) -> list[int]:
         """Slots of the library's own entry `name` ("#rng", "#params")."""
         return [s for s, path in enumerate(self.paths) if path == name or _below(path, name)]
@@ -78,7 +90,7 @@ class Step:
         slots = frozenset(self.reserved(name))
         if not slots:
             return None
-        tree = self.build(lambda slot, view: extents.rebuild(view, memory[view.extent]), slots)
+        tree = self.build(lambda slot, view: rebuild(view, memory[view.extent]), slots)
         return cast("dict[str, Any]", tree)[name]
 
     # bytes ---------------------------------------------------------------------------------

@@ -22,8 +22,7 @@ import torch
 from deltackpt_store.manifest import TensorView
 from deltackpt_store.reader import Request
 
-from deltackpt import extents
-from deltackpt.copying import (
+from .copying import (
     bits,
     copy_bits,
     dense_bytes,
@@ -32,7 +31,8 @@ from deltackpt.copying import (
     scatter,
     writable_layout,
 )
-from deltackpt.reading import Step, memory_of
+from .reading import Step, memory_of
+from .views import rebuild
 
 WINDOW_BYTES = 16 * 1024 * 1024
 """Size of the buffer through which windows pass (more only when a single chunk is larger)."""
@@ -88,12 +88,12 @@ def stream(step: Step, goals: Mapping[int, Sequence[Goal]], threads: int | None)
     for extent, flat in direct.items():
         for goal in goals[extent][1:]:
             if goal.tensor.data_ptr() != flat.data_ptr():
-                copy_bits(goal.tensor, extents.rebuild(goal.view, _aligned(flat)))
+                copy_bits(goal.tensor, rebuild(goal.view, _aligned(flat)))
     _through_windows(step, windows, threads)
     for extent in whole:
         memory = step.read_all([extent], threads)[extent]
         for goal in goals[extent]:
-            copy_bits(goal.tensor, extents.rebuild(goal.view, memory))
+            copy_bits(goal.tensor, rebuild(goal.view, memory))
     return step.nbytes(goals)
 
 
@@ -193,7 +193,7 @@ def _deliver(
 
 
 def _aligned(flat: torch.Tensor) -> torch.Tensor:
-    """`flat` at a storage offset that :func:`extents.rebuild` takes."""
+    """`flat` at a storage offset that :func:`rebuild` takes."""
     if flat.storage_offset() % 16 == 0:
         return flat
     return flat.clone()

@@ -1,0 +1,357 @@
+"""A step matched with live objects, and then put into them: all of it or nothing.
+
+Everything that can be found out without changing anything is found out first: keys, dtypes,
+shapes, parameter names, shared memory, whether the random generators take their states. Then, in
+this order: optimizers and torch's own objects, modules, objects that run code of the user's,
+plain values. What may still fail (somebody's ``load_state_dict``) is undone when it does; what
+comes after that cannot fail.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from typing import Any
+
+import torch
+from deltackpt_store.errors import DeltackptError, InvalidInputError, StateError
+from deltackpt_store.manifest import TensorView
+from deltackpt_store.values import MAX_DEPTH
+from torch import nn
+from torch.optim import Optimizer
+
+from .copying import same_bits
+from .keys import KeyMap, map_key
+from .nodes import Leaves
+from .params import optimizer_names
+from .paths import segments
+from .reading import Step, matcher
+from .target_module import ModuleTarget, flat_state
+from .target_object import ObjectTarget
+from .target_optimizer import OptimizerTarget
+from .target_plain import PlainTarget, items_of, places_of
+from .targets import ABSENT, Report, Target, descend, is_a, is_stateful, outline, slots_of
+from .ties import find_ties
+from .views import dress, rebuild
+
+_log = logging.getLogger("deltackpt.restore")
+
+_PLAIN_OWNER = -1
+
+
+class Plan:
+    """What of `step` goes where in `state`. Making it changes nothing and reads no chunk.
+
+    Raises `MismatchError` with the full list when the two do not fit (see `Report.check`).
+    """
+
+    def __init__(
+        self,
+        step: Step,
+        state: Mapping[Any, Any],
+        *,
+        strict: bool,
+        only: str | Iterable[str] | None,
+        key_map: KeyMap | None,
+    ) -> None:
+        self.step = step
+        self.report = Report()
+        self._state = state
+        self._strict = strict
+        self._plain: list[tuple[Any, PlainTarget]] = []
+        self._modules: list[ModuleTarget] = []
+        self._optimizers: list[OptimizerTarget] = []
+        self._objects: list[Target] = []  # every live object, in the order of the state
+        found = _Found()
+        for key, path in zip(state, segments(state), strict=True):
+            found.walk(state[key], (key,), path)
+            if not is_stateful(state[key]):
+                self._plain.append((key, PlainTarget(path, (key,), state[key])))
+        root = outline(step)
+        self._match_objects(found, root, matcher(only), key_map)
+        for key, target in self._plain:
+            target.match(step, _selected(step, root.get(key)), self.report)
+        self._match_rest(root)
+        self._slots = {slot for target in self._targets() for slot in target.slots()}
+        self._goals = self._find_goals()
+        if step.selected and not self._slots:
+            self.report.fatal.append("it has no entry in common with them")
+        self.report.check(step, strict=strict)
+
+    def _match_objects(
+        self,
+        found: _Found,
+        root: Any,
+        wanted: Callable[[str], bool],
+        key_map: KeyMap | None,
+    ) -> None:
+        step, report = self.step, self.report
+        leaves = Leaves(modules=[m for _, _, m in found.modules],
+                        optimizers=[o for _, _, o in found.optimizers])  # fmt: skip
+        module_paths = [path for path, _, _ in found.modules]
+        present = optimizer_names(module_paths, [path for path, _, _ in found.optimizers], leaves)
+        recorded = _recorded_names(step, key_map, module_paths)
+        for path, keys, value in found.all:
+            node = _selected(step, descend(root, keys))
+            state = flat_state(value) if isinstance(value, nn.Module) else None
+            if isinstance(value, nn.Module) and state is not None:
+                module = ModuleTarget(path, keys, value, state)
+                module.match(step, node, key_map, wanted, report)
+                self._modules.append(module)
+                self._objects.append(module)
+            elif isinstance(value, Optimizer):
+                optimizer = OptimizerTarget(path, keys, value)
+                optimizer.match(step, node, recorded.get(path), present[path], report)
+                self._optimizers.append(optimizer)
+                self._objects.append(optimizer)
+            else:
+                other = ObjectTarget(path, keys, value)
+                other.match(step, node, report)
+                self._objects.append(other)
+            if step.partial and not isinstance(value, nn.Module) and node is not None:
+                _refuse_part(step, path, node)
+
+    def _match_rest(self, root: Mapping[Any, Any]) -> None:
+        """Top-level entries of the step that the state does not have."""
+        for key, node in root.items():
+            if key not in self._state:
+                slots = list(slots_of(node))
+                names = [self.step.paths[slot] for slot in slots]
+                if names or not self.step.partial:
+                    self.report.unexpected += names or [segments([key])[0]]
+
+    def _find_goals(self) -> dict[int, torch.Tensor]:
+        """Slots that go into a live tensor, less those whose values must be compared first."""
+        goals = {slot: t for target in self._targets() for slot, t in target.goals().items()}
+        self._unsure = find_ties(self.step, goals.items())
+        for first, second in self._unsure.broken:
+            self._untie(first, second)
+        for pair in self._unsure.unsure:
+            for slot in pair:
+                goals.pop(slot, None)
+        return goals
+
+    def _untie(self, first: int, second: int) -> None:
+        self.report.differs(
+            self.step.paths[second],
+            f"another value than {self.step.paths[first]!r}",
+            "memory shared by both",
+        )
+
+    def _targets(self) -> list[Target]:
+        return [*self._objects, *(target for _, target in self._plain)]
+
+    # reading -------------------------------------------------------------------------------
+
+    @property
+    def slots(self) -> frozenset[int]:
+        """All slots that are wanted."""
+        return frozenset(self._slots)
+
+    @property
+    def goals(self) -> Mapping[int, torch.Tensor]:
+        """Those of them that may be written straight into the given live tensor."""
+        return self._goals
+
+    def make_room(self) -> None:
+        """Let go of optimizer state that will be replaced; for restores that cannot be undone."""
+        for optimizer in self._optimizers:
+            optimizer.make_room()
+
+    def build(
+        self, memory: Mapping[int, torch.Tensor], streamed: Mapping[int, torch.Tensor]
+    ) -> Any:
+        """The wanted state as nested containers.
+
+        Tensors look at `memory` (extent -> bytes), except those that were `streamed` (slot -> live
+        tensor). An object that keeps what it is given gets memory that nobody else has.
+        """
+        owners: dict[int, int] = {}
+        for number, target in enumerate(self._objects):
+            if target.keeps:
+                owners.update(dict.fromkeys(target.slots(), number))
+        for _, target in self._plain:
+            written = target.goals()
+            owners.update(dict.fromkeys(set(target.slots()).difference(written), _PLAIN_OWNER))
+        users: dict[int, set[int | None]] = {}
+        for slot in self._slots:
+            if slot in self.step.views and slot not in streamed:
+                users.setdefault(self.step.views[slot].extent, set()).add(owners.get(slot))
+        private: dict[tuple[int, int], torch.Tensor] = {}
+
+        def tensor(slot: int, view: TensorView) -> torch.Tensor:
+            if slot in streamed:
+                return streamed[slot]
+            owner, data = owners.get(slot), memory[view.extent]
+            if owner is None:
+                return rebuild(view, data)
+            if len(users[view.extent]) > 1:
+                data = private.setdefault((owner, view.extent), data.clone())
+            return dress(view, rebuild(view, data))
+
+        return self.step.build(tensor, self.slots)
+
+    # applying ------------------------------------------------------------------------------
+
+    def inspect(self, built: Any, memory: Mapping[int, torch.Tensor]) -> None:
+        """Check what only values can tell. Raises `MismatchError`; nothing has been changed."""
+        for first, second in self._unsure.unsure:
+            a, b = (self.step.views[slot] for slot in (first, second))
+            if not same_bits(rebuild(a, memory[a.extent]), rebuild(b, memory[b.extent])):
+                self._untie(first, second)
+        for target in self._targets():
+            state = descend(built, target.keys)
+            if state is not ABSENT:
+                target.inspect(state, self.report)
+        self.report.check(self.step, strict=self._strict)
+
+    def apply(self, built: Any, *, undo: bool) -> dict[Any, Any]:
+        """Put the state into the live objects; returns the top-level values that were replaced.
+
+        With `undo`, a failure leaves everything as it was. Raises `StateError` naming the part
+        that failed (kind "incomplete-target" when it could not be undone).
+        """
+        first = [t for t in self._objects if t.trusted and not isinstance(t, ModuleTarget)]
+        modules: list[Target] = [m for m in self._modules if m.trusted]
+        others = [t for t in self._objects if not t.trusted]
+        work = [*first, *modules, *others] if others else first
+        done: list[Target] = []
+        target: Target | None = None
+        try:
+            for target in work:
+                done.append(target)
+                self._apply(target, built, undo=undo)
+        except BaseException as error:
+            left = _roll_back(done) if undo else [t.path for t in done]
+            if isinstance(error, Exception):
+                assert target is not None
+                raise _failure(target, error, left) from error
+            raise
+        rest: list[Target] = [*(() if others else modules), *(t for _, t in self._plain)]
+        self._apply_certain(rest, built)
+        values = {key: t.result for key, t in self._plain if t.result is not self._state[key]}
+        if isinstance(self._state, MutableMapping):
+            self._state.update(values)
+        return values
+
+    def _apply(self, target: Target, built: Any, *, undo: bool) -> None:
+        state = descend(built, target.keys)
+        if state is not ABSENT:
+            target.apply(state, undo=undo)
+
+    def _apply_certain(self, targets: Sequence[Target], built: Any) -> None:
+        """What nothing stands in the way of; an interrupt waits until it is done."""
+        target: Target | None = None
+        try:
+            for target in targets:
+                self._apply(target, built, undo=False)
+        except Exception as error:
+            assert target is not None
+            raise _failure(target, error, [target.path]) from error
+        except BaseException:
+            for target in targets:  # again from the start: it only copies
+                self._apply(target, built, undo=False)
+            raise
+
+
+class _Found:
+    """The live objects in a state: (path, keys, object), in the order of the state."""
+
+    def __init__(self) -> None:
+        self.all: list[tuple[str, tuple[Any, ...], Any]] = []
+
+    @property
+    def modules(self) -> list[tuple[str, tuple[Any, ...], nn.Module]]:
+        return [entry for entry in self.all if isinstance(entry[2], nn.Module)]
+
+    @property
+    def optimizers(self) -> list[tuple[str, tuple[Any, ...], Optimizer]]:
+        return [entry for entry in self.all if isinstance(entry[2], Optimizer)]
+
+    def walk(self, value: Any, keys: tuple[Any, ...], path: str) -> None:
+        if len(keys) > MAX_DEPTH:
+            raise InvalidInputError(
+                f"the state to restore into nests deeper than {MAX_DEPTH} levels at {path!r}",
+                hint="flatten it, or break the cycle",
+                path=path,
+            )
+        if is_stateful(value):
+            self.all.append((path, keys, value))
+        elif not is_a(value, torch.Tensor) and (items := items_of(value)):
+            for key, place in places_of(value, path).items():
+                self.walk(items[key], (*keys, key), place)
+        elif callable(getattr(value, "state_dict", None)) and not isinstance(value, type):
+            raise InvalidInputError(
+                f"the object at {path!r} has state_dict, but no load_state_dict to restore with",
+                hint="give it one, or leave it out of the state",
+                path=path,
+            )
+
+
+def _selected(step: Step, node: Any) -> Any:
+    """`node`, or None when it is absent or no part of it is wanted."""
+    if node is ABSENT or (step.partial and not any(True for _ in slots_of(node))):
+        return None
+    return node
+
+
+def _refuse_part(step: Step, path: str, node: Any) -> None:
+    """An optimizer or other object takes its whole state or nothing."""
+    whole = sum(p == path or p.startswith(f"{path}/") for p in step.paths)
+    part = sum(1 for _ in slots_of(node))
+    if part != whole:
+        raise InvalidInputError(
+            f"only= selects {part} of the {whole} leaves of {path!r}, which can only be restored "
+            "whole",
+            kind="part-of-object",
+            hint=f'select all of it ("{path}/*") or nothing, or take values from deltackpt.load',
+            option="only",
+            path=path,
+        )
+
+
+def _recorded_names(
+    step: Step, key_map: KeyMap | None, modules: Sequence[str]
+) -> dict[str, list[str | None]]:
+    """The parameter names the step holds, as they read after `key_map`."""
+    recorded: Any = step.reserved_value("#params", {}) or {}
+    if key_map is None or key_map == "unwrap":  # wrappers are not in the recorded names
+        return recorded
+
+    def renamed(name: str | None) -> str | None:
+        for path in sorted(modules, key=len, reverse=True):
+            if name is not None and name.startswith(f"{path}/"):
+                return f"{path}/{map_key(key_map, name[len(path) + 1 :])}"
+        return name
+
+    return {path: list(map(renamed, names)) for path, names in recorded.items()}
+
+
+def _roll_back(done: Sequence[Target]) -> list[str]:
+    """Undo in reverse; returns the paths of what could not be."""
+    left: list[str] = []
+    for target in reversed(done):
+        try:
+            target.rollback()
+        except Exception as error:
+            _log.error("%s could not be put back: %s", target.path, error)
+            left.append(target.path)
+    return left
+
+
+def _failure(target: Target, error: Exception, left: Sequence[str]) -> DeltackptError:
+    reason = f"restoring {target.path!r} failed: {type(error).__name__}: {error}"
+    if not left:
+        return StateError(
+            f"{reason}; everything is as it was before",
+            kind="apply-failed",
+            hint="mend the object, or leave it out with only=",
+            path=target.path,
+        )
+    return StateError(
+        f"{reason}; the target is incomplete",
+        kind="incomplete-target",
+        hint="restore again before using any of it, or make the objects anew",
+        path=target.path,
+        incomplete=tuple(left),
+    )

@@ -1,0 +1,100 @@
+"""Reading a step without live objects."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from deltackpt_store.errors import DeltackptError, InvalidInputError, NotFoundError
+from deltackpt_store.manifest import TensorView
+from deltackpt_store.store import Store
+
+from .reading import Step, available_bytes, is_damage, patterns
+from .restore import Skipped, candidates, nothing_verifies
+from .views import dress, rebuild
+
+_log = logging.getLogger("deltackpt.restore")
+
+
+def load(
+    store: Store | str | os.PathLike[str],
+    run: str = "main",
+    step: int | None = None,
+    *,
+    only: str | Iterable[str] | None = None,
+    device: torch.device | str | int | None = None,
+    threads: int | None = None,
+) -> dict[Any, Any]:
+    """The state of a step as new nested containers, every byte verified.
+
+    Containers, key types and plain values come back exactly as saved; objects come back as what
+    their ``state_dict`` was. Tensors have the saved dtype, strides and bits, and share memory
+    exactly where the saved ones did. They are in host memory, whatever device they were saved
+    from; `device` moves them. The caller owns all of it: nothing refers to the store any more.
+
+    Without `step`, the newest step that verifies (newer, damaged ones are logged). `only`: globs
+    over paths; dict entries that none matches are left out, such items of lists and tuples are
+    None.
+
+    Raises `NotFoundError` for an unknown store, run or step, `CorruptionError` naming the tensors
+    for a `step` that is damaged (or when none verifies), `InvalidInputError` when `only` matches
+    nothing or the step needs more memory than there is.
+    """
+    store = store if isinstance(store, Store) else Store.open(store)
+    only = None if only is None else patterns(only)
+    where = _device(device)
+    skipped: list[Skipped] = []
+    for commit in candidates(store, run, step, skipped):
+        try:
+            return _build(Step(store, commit, only), where, threads)
+        except DeltackptError as error:
+            if step is not None or not is_damage(error):
+                raise
+            skipped.append(Skipped(commit.run, commit.number, commit.step, str(error)))
+            _log.warning("step %s@%d is passed over: %s", commit.run, commit.step, error)
+    if skipped:
+        raise nothing_verifies(run, skipped)
+    store.head(run)  # says what is missing
+    raise NotFoundError(f"run {run!r} in {store.path} has no step", kind="no-step", run=run)
+
+
+def steps(store: Store | str | os.PathLike[str], run: str = "main") -> list[int]:
+    """The steps of `run` that can be named, oldest first; see `Store.steps`."""
+    return (store if isinstance(store, Store) else Store.open(store)).steps(run)
+
+
+def _build(step: Step, device: torch.device | None, threads: int | None) -> dict[Any, Any]:
+    extents = step.extents_of(step.selected)
+    needed, available = step.nbytes(extents), available_bytes()
+    if available is not None and needed > available:
+        raise InvalidInputError(
+            f"step {step.name} has {needed} bytes, and {available} bytes of memory are free",
+            kind="memory",
+            hint="load parts of it with only=, or restore into live objects",
+            run=step.commit.run,
+            step=step.commit.step,
+        )
+    memory = step.read_all(extents, threads)
+    if device is not None and device.type != "cpu":
+        memory = {extent: data.to(device) for extent, data in memory.items()}
+
+    def tensor(slot: int, view: TensorView) -> torch.Tensor:
+        return dress(view, rebuild(view, memory[view.extent]))
+
+    return step.build(tensor, step.selected)
+
+
+def _device(device: torch.device | str | int | None) -> torch.device | None:
+    try:
+        where = None if device is None else torch.device(device)
+        torch.empty(0, device=where)
+    except (RuntimeError, AssertionError) as error:
+        raise InvalidInputError(
+            f"device {device!r} cannot be used: {str(error).splitlines()[0]}",
+            option="device",
+            hint="leave it out to load into host memory",
+        ) from error
+    return where

@@ -1,0 +1,250 @@
+"""Restoring into an nn.Module: in place, into the tensors it has, whatever their layout.
+
+A module that loads in the ordinary way is written to directly. One with code of its own in the
+path (hooks, ``set_extra_state``, an overridden ``load_state_dict`` or ``_load_from_state_dict``)
+gets its ``load_state_dict`` called, once, with entries that have been checked before.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivateUsage]
+from torch.nn.modules.instancenorm import _InstanceNorm  # pyright: ignore[reportPrivateUsage]
+
+from .copying import copy_bits, exchange_bits, repeats_like, writable_layout
+from .keys import KeyMap, pair_keys, wrapping_hint
+from .nodes import state_of
+from .paths import segments
+from .reading import Step
+from .targets import Leaf, Mismatch, Report, compare, slots_of
+
+# They insert entries that old checkpoints lack; ours are complete or refused.
+_PLAIN_LOADERS = tuple(
+    cast(Any, kind)._load_from_state_dict for kind in (nn.Module, _NormBase, _InstanceNorm)
+)
+
+
+def flat_state(module: nn.Module) -> dict[str, Any] | None:
+    """The module's state_dict with its own tensors in it; None when it is not flat and by name."""
+    state: Any = state_of(module)
+    if isinstance(state, dict) and all(isinstance(k, str) for k in cast("dict[Any, Any]", state)):
+        return cast("dict[str, Any]", state)
+    return None
+
+
+class ModuleTarget:
+    """One module; `state` is its :func:`flat_state`."""
+
+    def __init__(
+        self, path: str, keys: tuple[Any, ...], module: nn.Module, state: dict[str, Any]
+    ) -> None:
+        self.path = path
+        self.keys = keys
+        self._module = module
+        self._state = state
+        self._tensors: dict[str, torch.Tensor] = {
+            key: value for key, value in state.items() if isinstance(value, torch.Tensor)
+        }
+        own = {id(t) for t in (*module.parameters(), *module.buffers())}
+        self._own = {key for key, tensor in self._tensors.items() if id(tensor) in own}
+        self.trusted = len(self._own) == len(state) and not _runs_user_code(module)
+        self.keeps = not self.trusted
+        self._pairs: dict[str, str] = {}
+        self._spare: set[str] = set()
+        self._slots: list[int] = []
+        self._goals: dict[int, torch.Tensor] = {}
+        self._shared: set[str] = set()
+        self._odd: list[tuple[str, str]] = []
+        self._expanded: list[tuple[str, str]] = []
+        self._undo: list[Callable[[], None]] = []
+
+    # looking -------------------------------------------------------------------------------
+
+    def match(
+        self,
+        step: Step,
+        node: Any,
+        key_map: KeyMap | None,
+        wanted: Callable[[str], bool],
+        report: Report,
+    ) -> None:
+        """Pair the step's entries with the module's, and note all that differs."""
+        paths = dict(zip(self._state, segments(self._state), strict=True))
+        places = {key: f"{self.path}/{part}" for key, part in paths.items()}
+        if not isinstance(node, dict):
+            if node is not None:
+                report.mismatched.append(Mismatch(self.path, "not a module", "a module"))
+            elif not step.partial:
+                report.missing += places.values() or [self.path]
+            return
+        saved = cast("dict[Any, Any]", node)
+        strange = [key for key in saved if not isinstance(key, str)]
+        named = {k: saved[k] for k in saved if isinstance(k, str) and (
+            not step.partial or any(True for _ in slots_of(saved[k])))}  # fmt: skip
+        if step.partial and not named:
+            return
+        self._pairs = pair_keys(key_map, named, self._state, path=self.path)
+        spare = [key for key in named if key not in self._pairs]
+        absent = set(self._state).difference(self._pairs.values())
+        missing = [key for key in self._state if key in absent and wanted(places[key])]
+        names = dict(zip(saved, segments(saved), strict=True))
+        report.unexpected += [f"{self.path}/{names[key]}" for key in (*spare, *strange)]
+        report.missing += [places[key] for key in missing]
+        report.hint(wrapping_hint(spare, missing))
+        self._spare = set() if self.trusted else set(spare)
+        if not self._pairs and (named or self._state):
+            report.fatal.append(
+                f"{self.path}: not one of the {len(named)} entries in the checkpoint has a "
+                f"partner among the {len(self._state)} here"
+            )
+            return
+        for source, target in list(self._pairs.items()):
+            self._match_entry(step, named[source], source, target, places[target], report)
+        kept = [named[key] for key in (*self._pairs, *self._spare)]
+        self._slots = [slot for entry in kept for slot in slots_of(entry)]
+        report.loaded += [step.paths[slot] for slot in self._slots]
+        self._find_shared(step, named)
+
+    def _match_entry(
+        self, step: Step, node: Any, source: str, target: str, place: str, report: Report
+    ) -> None:
+        tensor = self._tensors.get(target)
+        if tensor is None or nn.parameter.is_lazy(tensor):
+            return
+        view = step.views.get(node.slot) if isinstance(node, Leaf) else None
+        if view is None:
+            self._odd.append((source, target))
+            return
+        difference = compare(place, view, tensor)
+        if difference is not None:
+            report.mismatched.append(difference)
+            del self._pairs[source]
+        elif not writable_layout(tensor):
+            self._expanded.append((source, target))
+        elif target in self._own:
+            self._goals[view.slot] = tensor
+
+    def _find_shared(self, step: Step, named: Mapping[str, Any]) -> None:
+        """Entries of the step that look at one extent: swapping contents would mix them up."""
+        first: dict[int, str] = {}
+        for source in self._pairs:
+            for slot in slots_of(named[source]):
+                view = step.views.get(slot)
+                if view is not None and first.setdefault(view.extent, source) != source:
+                    self._shared.update((source, first[view.extent]))
+
+    def slots(self) -> Iterable[int]:
+        return self._slots
+
+    def goals(self) -> Mapping[int, torch.Tensor]:
+        return self._goals
+
+    def inspect(self, state: Any, report: Report) -> None:
+        for source, target in self._odd:
+            value, tensor = state[source], self._tensors[target]
+            saved = _kind(value) if isinstance(value, torch.Tensor) else type(value).__name__
+            if saved != _kind(tensor):
+                report.differs(f"{self.path}/{target}", saved, _kind(tensor))
+                del self._pairs[source]
+        for source, target in self._expanded:
+            if not repeats_like(self._tensors[target], state[source]):
+                place = f"{self.path}/{target}"
+                report.differs(place, "all elements", "an expanded tensor, which has fewer")
+                del self._pairs[source]
+
+    # doing ---------------------------------------------------------------------------------
+
+    def apply(self, state: Any, *, undo: bool) -> None:
+        if self.trusted:
+            self._write(state, undo)
+        else:
+            self._load(state, undo)
+
+    def _write(self, state: Mapping[str, torch.Tensor], undo: bool) -> None:
+        for source, target in self._pairs.items():
+            value, tensor = state[source], self._tensors[target]
+            if value is tensor:  # streamed into it already
+                continue
+            if value.layout != torch.strided:
+                old = tensor.detach().clone() if undo else None
+                _copy(tensor, value)
+                if old is not None:
+                    self._undo.append(lambda t=tensor, o=old: _copy(t, o))
+            elif not undo:
+                copy_bits(tensor, value)
+            elif source in self._shared or not writable_layout(tensor):
+                old = tensor.detach().clone()
+                copy_bits(tensor, value)
+                self._undo.append(lambda t=tensor, o=old: copy_bits(t, o))
+            else:
+                exchange_bits(tensor, value)
+                self._undo.append(lambda t=tensor, v=value: copy_bits(t, v))
+
+    def _load(self, state: Mapping[str, Any], undo: bool) -> None:
+        entries: OrderedDict[str, Any] = OrderedDict()
+        for key in state:
+            if key in self._pairs:
+                entries[self._pairs[key]] = state[key]
+            elif key in self._spare:
+                entries[key] = state[key]
+        renamed = any(source != target for source, target in self._pairs.items())
+        metadata = None if renamed else getattr(state, "_metadata", None)
+        if metadata is None:
+            metadata = getattr(self._state, "_metadata", None)
+        if metadata is not None:
+            cast(Any, entries)._metadata = metadata
+        if undo:
+            self._back_up()
+        self._module.load_state_dict(entries, strict=False)
+
+    def _back_up(self) -> None:
+        for key in self._own:
+            tensor = self._tensors[key]
+            if not nn.parameter.is_lazy(tensor):
+                old = tensor.detach().clone()
+                self._undo.append(lambda t=tensor, o=old: _copy(t, o))
+        extra: OrderedDict[str, Any] = OrderedDict(
+            (key, value) for key, value in self._state.items() if key not in self._own
+        )
+        if extra:
+            self._undo.append(lambda: _reload(self._module, extra))
+
+    def rollback(self) -> None:
+        while self._undo:
+            self._undo.pop()()
+
+
+def _reload(module: nn.Module, entries: Mapping[str, Any]) -> None:
+    module.load_state_dict(entries, strict=False)
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    with torch.no_grad():
+        target.detach().copy_(source)
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    return f"{tensor.layout} {tensor.dtype} of shape {list(tensor.shape)}"
+
+
+def _runs_user_code(module: nn.Module) -> bool:
+    """Whether loading a state_dict does anything but copy tensors."""
+    if cast(Any, type(module)).load_state_dict is not nn.Module.load_state_dict:
+        return True
+    return any(_special(child) for child in module.modules())
+
+
+def _special(module: Any) -> bool:
+    kind = cast(Any, type)(module)
+    return bool(
+        module._load_state_dict_pre_hooks
+        or module._load_state_dict_post_hooks
+        or kind._load_from_state_dict not in _PLAIN_LOADERS
+        or kind.set_extra_state is not nn.Module.set_extra_state
+        or not {"load_state_dict", "_load_from_state_dict"}.isdisjoint(module.__dict__)
+    )

@@ -1,0 +1,85 @@
+"""Restoring into any object with ``state_dict`` and ``load_state_dict``: schedulers, loaders, ...
+
+The object gets a private copy of the saved state, with exact container and key types, in one call.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from .nodes import kind_of
+from .reading import Step
+from .targets import Report, is_a, slots_of
+
+_log = logging.getLogger("deltackpt.restore")
+
+
+class ObjectTarget:
+    """One stateful object that is neither a plain module nor an optimizer."""
+
+    keeps = True
+
+    def __init__(self, path: str, keys: tuple[Any, ...], value: Any) -> None:
+        self.path = path
+        self.keys = keys
+        self._object = value
+        self.trusted = str(getattr(value.load_state_dict, "__module__", "")).startswith("torch.")
+        self._slots: list[int] = []
+        self._wanted = False
+        self._backup: list[Any] = []
+
+    def match(self, step: Step, node: Any, report: Report) -> None:
+        """Note whether the step has a state for it; what is in there is the object's business."""
+        if node is None:
+            if not step.partial:
+                report.missing.append(self.path)
+            return
+        self._slots = list(slots_of(node))
+        self._wanted = bool(self._slots) or not step.partial
+        report.loaded += [step.paths[slot] for slot in self._slots]
+
+    def slots(self) -> Iterable[int]:
+        return self._slots
+
+    def goals(self) -> Mapping[int, torch.Tensor]:
+        return {}
+
+    def inspect(self, state: Any, report: Report) -> None:
+        pass
+
+    def apply(self, state: Any, *, undo: bool) -> None:
+        if not self._wanted:
+            return
+        present = self._present()
+        if undo:
+            self._backup = [copy.deepcopy(present)]
+        self._object.load_state_dict(_placed(state, present))
+
+    def _present(self) -> Any:
+        try:
+            return self._object.state_dict()
+        except Exception as error:
+            _log.warning("%s: its present state cannot be had: %s", self.path, error)
+            return None
+
+    def rollback(self) -> None:
+        while self._backup:
+            present = self._backup.pop()
+            if present is not None:
+                self._object.load_state_dict(present)
+
+
+def _placed(saved: Any, present: Any) -> Any:
+    """`saved` with each tensor on the device where the object has its counterpart now."""
+    if is_a(saved, torch.Tensor) and is_a(present, torch.Tensor):
+        return saved if saved.device == present.device else saved.to(present.device)
+    if kind_of(saved) is kind_of(present) is dict:
+        return {key: _placed(value, present.get(key)) for key, value in saved.items()}
+    if kind_of(saved) is kind_of(present) is list and len(saved) == len(present):
+        return list(map(_placed, saved, present))
+    return saved

@@ -1,0 +1,191 @@
+"""Restoring into an optimizer: state made from the checkpoint, matched by parameter name.
+
+``Optimizer.load_state_dict`` does the work and runs its hooks, once; what it would change (it
+casts floating state to the dtype of the parameter) is put right afterwards. The optimizer keeps
+the tensors it is given, which nobody else holds.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from deltackpt_store.errors import MismatchError
+from torch.optim import Optimizer
+
+from .nodes import kind_of
+from .params import align, parameters_of
+from .paths import segment
+from .reading import Step
+from .targets import Leaf, Mismatch, Report, is_a, slots_of, spelled
+from .values import dtype_name
+
+_LIKE_PARAMETER = frozenset(
+    ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "grad_avg",
+     "acc_delta", "sum", "exp_inf", "ax", "prev")
+)  # fmt: skip
+"""State of torch's own optimizers that has the shape of its parameter."""
+
+
+class OptimizerTarget:
+    """One optimizer. `recorded` and `present` name its parameters in the step and here."""
+
+    keeps = True
+
+    def __init__(self, path: str, keys: tuple[Any, ...], optimizer: Optimizer) -> None:
+        self.path = path
+        self.keys = keys
+        self._optimizer: Any = optimizer
+        self._ordinary = kind_of(optimizer).load_state_dict is Optimizer.load_state_dict
+        self.trusted = (
+            self._ordinary
+            and kind_of(optimizer).__setstate__.__module__.startswith("torch.")
+            and not self._optimizer._optimizer_load_state_dict_pre_hooks
+            and not self._optimizer._optimizer_load_state_dict_post_hooks
+        )
+        self._recorded: Sequence[str | None] = ()
+        self._present: Sequence[str | None] = ()
+        self._slots: list[int] = []
+        self._before: tuple[Any, Any] | None = None
+        self._backup: Any = None
+
+    # looking -------------------------------------------------------------------------------
+
+    def match(
+        self,
+        step: Step,
+        node: Any,
+        recorded: Sequence[str | None] | None,
+        present: Sequence[str | None],
+        report: Report,
+    ) -> None:
+        """Find out whether the saved state fits, without its tensors' values."""
+        if node is None:
+            if not step.partial:
+                report.missing.append(self.path)
+            return
+        if not (isinstance(node, dict) and {"state", "param_groups"} <= node.keys()):
+            report.mismatched.append(Mismatch(self.path, "not an optimizer", "an optimizer"))
+            return
+        self._slots = list(slots_of(cast("Any", node)))
+        saved = _without_values(step, node)
+        count = sum(len(group["params"]) for group in saved["param_groups"])
+        self._recorded = recorded if recorded is not None else [None] * count
+        self._present = present
+        try:
+            aligned = self._aligned(saved)
+        except MismatchError as error:
+            report.mismatched.append(Mismatch(self.path, error.message, "other parameters"))
+            report.hint(error.hint)
+            self._slots = []
+            return
+        self._match_state(aligned, report)
+        report.loaded += [step.paths[slot] for slot in self._slots]
+
+    def _aligned(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        groups = [len(group["params"]) for group in self._optimizer.param_groups]
+        return align(state, self._recorded, self._present, groups, path=self.path)
+
+    def _match_state(self, aligned: dict[str, Any], report: Report) -> None:
+        """Shapes that must be a parameter's, and state that the checkpoint ought to have."""
+        saved: dict[Any, Any] = aligned["state"]
+        for number, (index, parameter) in enumerate(self._pairs(aligned)):
+            entry: Any = saved.get(index)
+            present: Any = self._optimizer.state.get(parameter)
+            if is_a(entry, dict):
+                for key, value in entry.items():
+                    if key in _LIKE_PARAMETER and isinstance(value, torch.Tensor):
+                        self._match_shape(index, key, value, parameter, report)
+            if saved and is_a(present, dict):
+                report.missing += [
+                    f"{self.path}/state/{number}/{segment(key)}"
+                    for key in present
+                    if not (is_a(entry, dict) and key in entry)
+                ]
+
+    def _match_shape(
+        self, index: int, key: str, value: torch.Tensor, parameter: torch.Tensor, report: Report
+    ) -> None:
+        if value.shape != parameter.shape:
+            report.mismatched.append(
+                Mismatch(
+                    f"{self.path}/state/{index}/{key}",
+                    spelled(dtype_name(value.dtype), value.shape),
+                    f"a parameter of shape {list(parameter.shape)}",
+                )
+            )
+
+    def _pairs(self, aligned: Mapping[str, Any]) -> list[tuple[Any, torch.Tensor]]:
+        """(index in the aligned state_dict, live parameter)."""
+        indices = [index for group in aligned["param_groups"] for index in group["params"]]
+        return list(zip(indices, parameters_of(self._optimizer), strict=True))
+
+    def slots(self) -> Iterable[int]:
+        return self._slots
+
+    def goals(self) -> Mapping[int, torch.Tensor]:
+        return {}
+
+    def inspect(self, state: Any, report: Report) -> None:
+        pass
+
+    # doing ---------------------------------------------------------------------------------
+
+    def make_room(self) -> None:
+        """Let go of the present state, which :meth:`apply` will replace. Cannot be undone."""
+        if self._ordinary and self._slots:
+            self._optimizer.state.clear()
+
+    def apply(self, state: Any, *, undo: bool) -> None:
+        optimizer = self._optimizer
+        if undo:
+            self._before = optimizer.state, optimizer.param_groups
+            if not self._ordinary:
+                self._backup = copy.deepcopy(optimizer.state_dict())
+        aligned = self._aligned(state)
+        groups = list(optimizer.param_groups)
+        optimizer.load_state_dict(aligned)
+        for index, parameter in self._pairs(aligned):
+            if index in aligned["state"] and parameter in optimizer.state:
+                entry = optimizer.state[parameter]
+                optimizer.state[parameter] = _as_saved(entry, aligned["state"][index])
+        for group, old in zip(optimizer.param_groups, groups, strict=False):
+            for key, value in group.items():
+                if isinstance(value, torch.Tensor) and isinstance(old.get(key), torch.Tensor):
+                    group[key] = value.to(old[key].device)
+
+    def rollback(self) -> None:
+        if self._before is None:
+            return
+        if self._backup is not None:
+            self._optimizer.load_state_dict(self._backup)
+        else:
+            self._optimizer.state, self._optimizer.param_groups = self._before
+        self._before = None
+
+
+def _without_values(step: Step, node: Any) -> Any:
+    """The saved state_dict with meta tensors for its tensors."""
+    if isinstance(node, Leaf):
+        view = step.views.get(node.slot)
+        return step.value(node.slot) if view is None else step.shape_of(view)
+    if is_a(node, dict):
+        return {key: _without_values(step, value) for key, value in node.items()}
+    if is_a(node, list, tuple):
+        return [_without_values(step, item) for item in node]
+    return None
+
+
+def _as_saved(live: Any, saved: Any) -> Any:
+    """`live` with the tensors of `saved` wherever loading them changed their dtype."""
+    if is_a(live, torch.Tensor) and is_a(saved, torch.Tensor):
+        if live.dtype != saved.dtype and live.shape == saved.shape:
+            return saved.to(live.device)
+    elif is_a(live, dict) and is_a(saved, dict):
+        for key, value in live.items():
+            live[key] = _as_saved(value, saved.get(key))
+    elif is_a(live, list) and is_a(saved, list) and len(saved) == len(live):
+        live[:] = map(_as_saved, live, saved)
+    return live

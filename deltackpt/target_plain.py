@@ -1,0 +1,270 @@
+"""Restoring plain values: nested dicts, lists and tuples of tensors and Python values.
+
+The checkpoint says what exists. Dicts, lists and deques of the target are changed in place to hold
+exactly the saved entries, in the saved order; entries that the checkpoint lacks are removed. A
+tensor (or NumPy array) that is there with the saved dtype and shape is written in place, so that
+other references to it see the restored values. Everything else is replaced by a new value. What
+cannot change in place (a number, a tuple, a set, ...) is replaced in the container that holds it.
+
+A tensor of another dtype or shape is a mismatch, unless one of the two has no elements: then the
+saved one takes its place. Live objects inside the containers (modules, optimizers, ...) stay.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from .copying import copy_bits, repeats_like, writable_layout
+from .nodes import kind_of
+from .paths import segments
+from .reading import Step
+from .targets import ABSENT, Leaf, Parts, Report, compare, is_a, is_stateful, slots_of, spelled
+
+
+def items_of(value: Any) -> dict[Any, Any] | None:
+    """The items of a container by key or index; None for what is no container."""
+    if is_a(value, Mapping):
+        return dict(value)
+    if is_a(value, list, tuple, deque) and not is_a(value, torch.Size):
+        indexed: Any = enumerate(value)
+        return dict(indexed)
+    return None
+
+
+def places_of(value: Any, path: str) -> dict[Any, str]:
+    """The path of each item of a container at `path`."""
+    items = items_of(value)
+    if not items:
+        return {}
+    fields = getattr(kind_of(value), "_fields", None)
+    keys: Iterable[Any] = fields if is_a(value, tuple) and fields else items
+    return {key: f"{path}/{name}" for key, name in zip(items, segments(keys), strict=True)}
+
+
+class PlainTarget:
+    """The plain values of one top-level entry.
+
+    `result` is what belongs at the entry after a restore: the very value that was there when it
+    can change in place.
+    """
+
+    keeps = True
+    trusted = True
+
+    def __init__(self, path: str, keys: tuple[Any, ...], value: Any) -> None:
+        self.path = path
+        self.keys = keys
+        self.result: Any = value
+        self._value = value
+        self._node: Any = None
+        self._partial = False
+        self._slots: list[int] = []
+        self._goals: dict[int, torch.Tensor] = {}
+        self._written: set[str] = set()  # tensors that are written in place
+        self._left: set[str] = set()  # parameters that stay as they are
+        self._expanded: list[tuple[str, torch.Tensor]] = []
+        self._tensors = 0
+        self._actions: list[Callable[[], None]] = []
+
+    # looking -------------------------------------------------------------------------------
+
+    def match(self, step: Step, node: Any, report: Report) -> None:
+        """Pair tensors with tensors, and note what differs or has no place any more."""
+        if node is None and not step.partial:
+            report.missing.append(self.path)
+            return
+        self._node = node
+        self._partial = step.partial
+        known = len(report.mismatched)
+        self._match(step, self._value, node, self.path, report)
+        saved = sum(slot in step.views for slot in self._slots)
+        paired = self._written or self._expanded or len(report.mismatched) > known
+        if self._tensors and saved and not paired and not step.partial:
+            report.fatal.append(
+                f"{self.path}: not one of the {saved} tensors in the checkpoint has a partner "
+                f"among the {self._tensors} here"
+            )
+            report.hint("empty the container first if all of it is to be replaced")
+
+    def _match(self, step: Step, value: Any, node: Any, path: str, report: Report) -> None:
+        if node is None or is_stateful(value):
+            if not step.partial:
+                self._gone(value, path, report)
+            return
+        if is_a(value, torch.Tensor):
+            self._tensors += 1
+            self._match_tensor(step, value, node, path, report)
+            return
+        items, saved = items_of(value), items_of(node)
+        if items is None or saved is None:
+            self._gone(value, path, report)
+            self._take(step, node, report)
+            return
+        if step.partial and not is_a(value, Mapping) and len(items) != len(saved):
+            report.differs(path, f"{len(saved)} items", f"{len(items)} items")
+            return
+        if not step.partial:
+            for key, place in places_of(value, path).items():
+                if key not in saved:
+                    self._gone(items[key], place, report)
+        for key, place in places_of(node, path).items():
+            if key in items:
+                self._match(step, items[key], saved[key], place, report)
+            else:
+                self._take(step, saved[key], report)
+
+    def _match_tensor(
+        self, step: Step, tensor: torch.Tensor, node: Any, path: str, report: Report
+    ) -> None:
+        view = step.views.get(node.slot) if isinstance(node, Leaf) else None
+        live = is_a(tensor, torch.nn.Parameter) or tensor.requires_grad
+        if view is None:
+            if not (isinstance(node, Parts) and tensor.layout != torch.strided and not live):
+                kind = "a sparse tensor or array" if isinstance(node, Parts) else "no tensor"
+                report.differs(path, kind, "a tensor")
+            if live:
+                self._left.add(path)
+        elif (difference := compare(path, view, tensor)) is None:
+            if writable_layout(tensor):
+                self._written.add(path)
+                self._goals[view.slot] = tensor
+            else:
+                self._expanded.append((path, tensor))
+        elif live or not (tensor.numel() == 0 or 0 in view.shape):
+            report.mismatched.append(difference)
+            if live:
+                self._left.add(path)
+        self._take(step, node, report)
+
+    def _take(self, step: Step, node: Any, report: Report) -> None:
+        slots = list(slots_of(node))
+        self._slots += slots
+        report.loaded += [path for path in map(step.paths.__getitem__, slots)
+                          if path not in self._left]  # fmt: skip
+
+    def _gone(self, value: Any, path: str, report: Report) -> None:
+        """Tensors that go because the checkpoint has nothing in their place."""
+        if is_stateful(value):
+            return  # it has a target of its own, which says so
+        if is_a(value, torch.Tensor):
+            self._tensors += 1
+            report.removed.append(path)
+        for key, place in places_of(value, path).items():
+            self._gone((items_of(value) or {})[key], place, report)
+
+    def slots(self) -> Iterable[int]:
+        return self._slots
+
+    def goals(self) -> Mapping[int, torch.Tensor]:
+        return self._goals
+
+    def inspect(self, state: Any, report: Report) -> None:
+        """Work out what :meth:`apply` will do; nothing is changed yet."""
+        self._actions = []
+        fits = {path for path, _ in self._expanded}
+        if self._node is not None and state is not ABSENT:
+            self.result = self._merge(self._value, state, self._node, self.path, report, fits)
+
+    def _merge(
+        self, value: Any, saved: Any, node: Any, path: str, report: Report, expanded: set[str]
+    ) -> Any:
+        """What belongs in the place of `value`."""
+        if node is None or is_stateful(value) or path in self._left:
+            return value
+        if is_a(value, torch.Tensor):
+            return self._merge_tensor(value, saved, path, report, expanded)
+        if is_a(value, np.ndarray) and is_a(saved, np.ndarray):
+            same = (value.dtype, value.shape) == (saved.dtype, saved.shape)
+            if same and value.flags.writeable and not value.dtype.hasobject:
+                self._actions.append(lambda: np.copyto(value, saved))
+                return value
+            return saved
+        old, new = items_of(value), items_of(saved)
+        if old is None or new is None or is_a(value, Mapping) is not is_a(saved, Mapping):
+            return saved
+        nodes = items_of(node)
+        places = places_of(saved if nodes is None else node, path)
+        merged = {
+            key: item
+            if key not in old
+            else self._merge(
+                old[key], item, node if nodes is None else nodes.get(key),
+                places.get(key, path), report, expanded,
+            )
+            for key, item in new.items()
+        }  # fmt: skip
+        kept = {k: v for k, v in old.items() if k not in merged and (self._partial or _live(v))}
+        merged = {**old, **merged} if self._partial else {**merged, **kept}
+        return self._put(value, saved, merged)
+
+    def _merge_tensor(
+        self, value: torch.Tensor, saved: Any, path: str, report: Report, expanded: set[str]
+    ) -> Any:
+        if path in self._written:
+            if saved is not value:  # else it was streamed into it already
+                self._actions.append(lambda: copy_bits(value, saved))
+            return value
+        if path in expanded:
+            if repeats_like(value, saved):
+                self._actions.append(lambda: copy_bits(value, saved))
+                return value
+            here = f"an expanded tensor, {spelled(str(value.dtype), value.shape)}"
+            report.differs(path, "one with a value for each element", here)
+        return saved
+
+    def _put(self, value: Any, saved: Any, merged: dict[Any, Any]) -> Any:
+        """`value` changed (later, by an action) to hold `merged`, or a new container that does."""
+        items = list(merged.values())
+        if is_a(value, dict):
+            self._actions.append(lambda: _refill(value, merged))
+            return value
+        if is_a(value, list) and is_a(saved, list):
+            self._actions.append(lambda: value.__setitem__(slice(None), items))
+            return value
+        if is_a(value, deque) and is_a(saved, deque) and value.maxlen == saved.maxlen:
+            self._actions.append(lambda: _refill_deque(value, items))
+            return value
+        if is_a(saved, dict):  # from here on `saved`, which is new, takes the items
+            _refill(saved, merged)
+            return saved
+        if is_a(saved, list):
+            saved[:] = items
+            return saved
+        if is_a(saved, deque):
+            _refill_deque(saved, items)
+            return saved
+        alike = kind_of(value) is kind_of(saved) and len(value) == len(items)
+        if alike and all(a is b for a, b in zip(value, items, strict=True)):
+            return value
+        return kind_of(saved)(*items) if hasattr(saved, "_fields") else kind_of(saved)(items)
+
+    # doing ---------------------------------------------------------------------------------
+
+    def apply(self, state: Any, *, undo: bool) -> None:
+        """Carry out what :meth:`inspect` found. Cannot fail; may be repeated, not undone."""
+        for action in self._actions:
+            action()
+
+    def rollback(self) -> None:
+        pass
+
+
+def _live(value: Any) -> bool:
+    """Whether a live object is or lies in `value`: such an entry is never taken away."""
+    return is_stateful(value) or any(map(_live, (items_of(value) or {}).values()))
+
+
+def _refill(target: dict[Any, Any], items: Mapping[Any, Any]) -> None:
+    target.clear()
+    for key, value in items.items():  # not update(): a Counter would add
+        target[key] = value
+
+
+def _refill_deque(target: deque[Any], items: Iterable[Any]) -> None:
+    target.clear()
+    target.extend(items)
