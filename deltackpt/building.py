@@ -38,19 +38,20 @@ def build(
     `Layout.tensors`, e.g. ``extents.rebuild``) or a decoded value. It is called once per slot.
     With `keep`, slots outside of it are left out: dict entries without any kept leaf vanish, and
     list, tuple and namedtuple items that are not kept become None. A sparse tensor is kept when
-    all of its parts are.
+    all of its parts are; a container that holds no leaves, when something beside it is (and always
+    at the top).
     Sparse tensors and large NumPy arrays are put together here from the tensors of their parts;
     with `parts`, whatever it returns for their slots stands in their place instead.
     Raises `CorruptionError` (kind "structure") for a malformed document.
     """
     try:
         root = msgspec.msgpack.decode(structure)
-        built = _Builder(leaf, keep, parts).node(root, 0)
+        built = _Builder(leaf, keep, parts).top(root)
     except DeltackptError:
         raise
     except (msgspec.DecodeError, RecursionError, _MalformedError) as error:
         raise CorruptionError(f"malformed state structure: {error}", kind="structure") from None
-    return {} if built is _ABSENT else built
+    return built
 
 
 class _MalformedError(Exception):
@@ -69,6 +70,24 @@ def _parts(node: list[Any], count: int) -> list[Any]:
     return node[1:]
 
 
+class _Hollow:
+    """A container in which there is no leaf, however deep."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def _state_of(items: list[Any], depth: int) -> Any:
+    """`_ABSENT` or `_Hollow` when that is what a container of `items` is, else None."""
+    if all(type(item) is _Hollow for item in items):
+        return _Hollow
+    if depth and all(item is _ABSENT or type(item) is _Hollow for item in items):
+        return _ABSENT
+    return None
+
+
 class _Builder:
     def __init__(
         self,
@@ -80,8 +99,13 @@ class _Builder:
         self._keep = keep
         self._parts = parts
 
+    def top(self, node: Any) -> Any:
+        built = self.node(node, 0)
+        return {} if built is _ABSENT else built.value if type(built) is _Hollow else built
+
     def node(self, node: Any, depth: int) -> Any:
-        """The value of `node`, or `_ABSENT` when it holds leaves and none of them is kept."""
+        """The value of `node`; `_ABSENT` when it holds leaves and none is kept, `_Hollow` around a
+        container without any."""
         if type(node) is int:
             return self._slot(node) if self._kept(node) else _ABSENT
         parts = _list(node)
@@ -129,19 +153,20 @@ class _Builder:
             pairs = parts[1] if len(parts) > 1 else None
             out = cast(Any, {"d": dict, "od": OrderedDict, "ctr": Counter}[tag])()
         listed = _list(pairs)
+        items: list[Any] = []
         for pair in listed:
             if len(_list(pair)) != 2:
                 raise _MalformedError("an entry that is no pair")
             item = self.node(pair[1], depth + 1)
+            items.append(item)
             if item is not _ABSENT:
-                out[self._key(pair[0])] = item
-        if self._keep is None and len(out) != len(listed):
+                out[self._key(pair[0])] = item.value if type(item) is _Hollow else item
+        if len(out) != sum(item is not _ABSENT for item in items):
             raise _MalformedError("a key occurs twice")
-        if listed and not out:
-            return _ABSENT
         if tag == "od" and len(parts) > 2:
             out._metadata = decode_node(parts[2])
-        return out
+        state = _state_of(items, depth)
+        return state if state is _ABSENT else state(out) if state else out
 
     def _key(self, node: Any) -> Any:
         key = node if type(node) in (str, int) else decode_node(node)
@@ -155,9 +180,14 @@ class _Builder:
         count = {"l": 1, "t": 1, "dq": 2, "nt": 4}[tag]
         nodes = _list(_parts(parts, count)[-1])
         items = [self.node(node, depth + 1) for node in nodes]
-        if items and all(item is _ABSENT for item in items):
+        state = _state_of(items, depth)
+        if state is _ABSENT:
             return _ABSENT
-        items = [None if item is _ABSENT else item for item in items]
+        items = [None if i is _ABSENT else i.value if type(i) is _Hollow else i for i in items]
+        built = self._sequence_of(tag, parts, items)
+        return state(built) if state else built
+
+    def _sequence_of(self, tag: str, parts: list[Any], items: list[Any]) -> Any:
         if tag == "l":
             return items
         if tag == "t":

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+import msgspec
 import numpy as np
 import torch
 from deltackpt_store.values import encode_node, is_scalar, is_value
@@ -99,7 +100,7 @@ class MappingNode(_Node):
         self.kind = kind_of(value)
         self.keys = list(value)
         self.types = list(map(type, value))
-        self.nodes = nodes if not set(self.types) <= _SIMPLE_KEYS else None
+        self.nodes = None if set(self.types) <= _SIMPLE_KEYS else msgspec.msgpack.encode(nodes)
         self.extra = extra
         self.kids: list[Kid] = []
         self.tensors = False
@@ -112,8 +113,10 @@ class MappingNode(_Node):
             or extra_of(value) != self.extra
         ):
             raise ChangedError
-        if self.nodes is not None and [encode_node(key) for key in value] != self.nodes:
-            raise ChangedError
+        if self.nodes is not None:
+            nodes = [encode_node(key) for key in value]
+            if msgspec.msgpack.encode(nodes) != self.nodes:  # in bytes True is not 1
+                raise ChangedError
         items = list(value.values())
         if self.tensors and set(map(type, items)) <= PLAIN:
             out.tensors += items

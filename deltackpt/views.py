@@ -41,11 +41,8 @@ def rebuild(view: TensorView, memory: Tensor) -> Tensor:
             slot=view.slot,
         )
     try:
-        out = (
-            memory[:0]
-            .view(dtype)
-            .set_(memory.untyped_storage(), at // size, view.shape, view.stride)
-        )
+        out = _blank(dtype, memory.device)
+        out = out.set_(memory.untyped_storage(), at // size, view.shape, view.stride)
     except (RuntimeError, TypeError, OverflowError) as error:
         raise CorruptionError(f"impossible tensor view: {error}", kind="view") from None
     if view.neg:
