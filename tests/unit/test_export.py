@@ -459,6 +459,21 @@ def test_an_interrupted_export_leaves_nothing(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
+def test_a_terminated_export_leaves_nothing(tmp_path: Path) -> None:
+    """A job that is cancelled would leave a hidden file of many GB behind, each time."""
+    script = (
+        "import os, signal, sys\n"
+        "from deltackpt_tools.publish import published\n"
+        "with published(sys.argv[1], force=False) as file:\n"
+        "    file.write(b'half')\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    file.write(b'more')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script, str(tmp_path / "out")], check=False)
+    assert done.returncode == 143
+    assert os.listdir(tmp_path) == []
+
+
 @pytest.mark.parametrize("name", ["out.safetensors", "out.pt"])
 def test_memory_does_not_grow_with_the_state(tmp_path: Path, name: str) -> None:
     """A step larger than memory must be exportable on a small machine."""

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
-import signal
 import sys
-from types import FrameType
 from typing import Any
 
 import click
@@ -117,14 +115,6 @@ def cli() -> None:
     """
 
 
-def _terminate(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(Exit.TERMINATED)
-
-
 def main() -> None:
-    """Entry point of the installed command. Never returns.
-
-    SIGTERM unwinds the stack, so that a half-written export is removed.
-    """
-    signal.signal(signal.SIGTERM, _terminate)
+    """Entry point of the installed command. Never returns."""
     cli.main(prog_name="deltackpt")

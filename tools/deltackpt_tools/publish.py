@@ -9,11 +9,16 @@ from __future__ import annotations
 
 import os
 import secrets
+import signal
+import threading
 from collections.abc import Generator
 from contextlib import contextmanager
 from io import BufferedRandom
+from types import FrameType
 
 from deltackpt_store.errors import InvalidInputError, NotFoundError
+
+from deltackpt_tools.exits import Exit
 
 
 def check_target(path: str, *, force: bool) -> None:
@@ -40,28 +45,54 @@ def _exists(path: str) -> InvalidInputError:
 
 
 @contextmanager
+def _unwinding_on_sigterm() -> Generator[None, None, None]:
+    """Make SIGTERM an exception within the block, so that what it began is undone.
+
+    Outside, and where somebody else handles the signal, nothing changes: an exception raised while
+    modules are being imported may be swallowed.
+    """
+
+    def terminate(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(Exit.TERMINATED)
+
+    ours = (
+        threading.current_thread() is threading.main_thread()
+        and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    )
+    if ours:
+        signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    finally:
+        if ours:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+@contextmanager
 def published(path: str, *, force: bool) -> Generator[BufferedRandom, None, None]:
     """A seekable file for writing and reading back, published as `path` when the block ends well.
 
-    On any exception (Ctrl-C included) nothing of it remains, and a file that was at `path` before
-    is untouched. Durable on return. Raises InvalidInputError when `path` exists and not `force`.
+    On any exception (Ctrl-C and SIGTERM included) nothing of it remains, and a file that was at
+    `path` before is untouched. Durable on return. Raises InvalidInputError when `path` exists and
+    not `force`.
     """
     check_target(path, force=force)
     folder, name = os.path.split(os.path.abspath(path))
     temporary = os.path.join(folder, f".{name[:80]}.tmp-{secrets.token_hex(6)}")
-    try:
-        with open(temporary, "x+b") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        if force:
-            os.replace(temporary, path)
-        else:
-            _rename_to_new(temporary, path)
-    except BaseException:
-        if os.path.lexists(temporary):
-            os.unlink(temporary)
-        raise
+    with _unwinding_on_sigterm():
+        try:
+            with open(temporary, "x+b") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            if force:
+                os.replace(temporary, path)
+            else:
+                _rename_to_new(temporary, path)
+        except BaseException:
+            if os.path.lexists(temporary):
+                os.unlink(temporary)
+            raise
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(handle)
