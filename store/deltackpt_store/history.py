@@ -8,7 +8,6 @@ listed in ``damaged``.
 
 from __future__ import annotations
 
-import errno
 import logging
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
@@ -36,13 +35,12 @@ from deltackpt_store.names import (
     parse_number,
     parse_step_name,
 )
-from deltackpt_store.oserror import storage_error
+from deltackpt_store.oserror import DAMAGE, storage_error
 
 _log = logging.getLogger("deltackpt.store")
 
 _PIN_MAGIC = b"DCKPTPN\x01"
 _MAX_PIN_BYTES = 4096
-_UNREADABLE = (errno.EIO, errno.EFBIG, errno.EISDIR, errno.ENOTDIR, errno.ELOOP)
 
 
 class Damaged(NamedTuple):
@@ -422,7 +420,7 @@ class History:
         except FileNotFoundError as error:
             raise NotFoundError(f"{what} {relative} is not there", path=path) from error
         except OSError as error:
-            if error.errno in _UNREADABLE:
+            if error.errno in DAMAGE:
                 raise CorruptionError(
                     f"{what} {relative} cannot be read: {error.strerror or error}",
                     kind=f"damaged-{what}",

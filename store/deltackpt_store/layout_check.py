@@ -1,8 +1,8 @@
 """Proof that a layout read from a store is consistent, before anything relies on it.
 
-After :func:`check_layout`, no tensor view reaches outside its extent, every slot is exactly one
-leaf, and every count and product of sizes fits in 63 bits. :func:`check_structure` bounds the
-depth of the tree. Both raise CorruptionError naming the file.
+After :func:`check_layout`, no tensor view reaches outside its extent, every extent is viewed (and
+so enters the root), every slot is exactly one leaf, and every size fits in 63 bits.
+:func:`check_structure` bounds the depth of the tree. Both raise CorruptionError naming the file.
 """
 
 from __future__ import annotations
@@ -61,13 +61,14 @@ def check_layout(layout: Layout, name: str) -> None:
     for index, extent in enumerate(layout.extents):
         if not (0 <= extent.nbytes < _LIMIT and 1 <= extent.chunk_bytes <= MAX_CHUNK_BYTES):
             raise _bad(f"extent {index} has an impossible size", name)
+    viewed = {view.extent for view in layout.tensors}
+    if viewed != set(range(len(layout.extents))):
+        raise _bad("its tensors do not view all of its extents, and no others", name)
     widths: dict[str, int] = {}
     for view in layout.tensors:
         width = widths.get(view.dtype)
         if width is None:
             width = widths[view.dtype] = element_bytes(view.dtype)
-        if not 0 <= view.extent < len(layout.extents):
-            raise _bad(f"tensor {layout.paths[view.slot]!r} has no extent", name)
         if not _fits(view, layout.extents[view.extent], width):
             raise _bad(f"tensor {layout.paths[view.slot]!r} reaches outside its bytes", name)
 

@@ -85,7 +85,8 @@ def read_back(
     Memory is bounded by 64 MiB (or the largest chunk), and what a reader takes.
     """
     reader = ChunkReader(packs, hints)
-    buffer = memoryview(bytearray(max(_BATCH_BYTES, int(lengths.max(initial=0)))))
+    size = max(min(_BATCH_BYTES, int(lengths.sum())), int(lengths.max(initial=0)))
+    buffer = memoryview(bytearray(size))
     failed: Lost = {}
     batch: list[Request] = []
     used = 0

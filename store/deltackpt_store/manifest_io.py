@@ -88,8 +88,16 @@ def encode(manifest: Manifest) -> bytes:
 def to_base(snapshot: Snapshot, packs: Iterable[str]) -> Manifest:
     """The base manifest of `snapshot`: it names every chunk itself.
 
-    `packs` are all packs that hold its chunks and what those are coded against.
+    `packs` are all packs that hold its chunks and what those are coded against. InvalidInputError
+    when a reader would refuse it, so that no step is saved that cannot be restored.
     """
+    try:
+        check_layout(snapshot.layout, "of this step")
+        _check_whole(
+            snapshot.layout, snapshot.objects, snapshot.inline, snapshot.chunks, "of this step"
+        )
+    except CorruptionError as error:
+        raise InvalidInputError(error.message, kind="inconsistent-state") from error
     return Manifest(
         root=root(snapshot),
         packs=tuple(sorted(set(packs))),

@@ -17,6 +17,9 @@ _HINTS = {
     errno.ENAMETOOLONG: "that path is longer than the file system allows",
 }
 
+DAMAGE = frozenset((errno.EIO, errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.EFBIG))
+"""What opening or reading a file that exists says when that one file is bad."""
+
 
 def storage_error(error: OSError, doing: str, path: str) -> StorageError:
     """The StorageError for `error`, met while `doing` ("read the manifest") something to `path`."""

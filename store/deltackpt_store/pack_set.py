@@ -10,21 +10,17 @@ from collections.abc import Iterable
 from deltackpt_store.errors import CorruptionError, DeltackptError, StorageError
 from deltackpt_store.fileio import FileIO
 from deltackpt_store.index import Location, MemoryIndex, list_packs
-from deltackpt_store.oserror import storage_error
+from deltackpt_store.oserror import DAMAGE, storage_error
 from deltackpt_store.pack import pack_path, read_footer
 from deltackpt_store.pack_scan import scan_records
 
 _log = logging.getLogger("deltackpt.store")
 
-_DAMAGE = frozenset(
-    (errno.ENOENT, errno.EIO, errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.EFBIG)
-)
-
 
 def is_damage(error: DeltackptError | OSError) -> bool:
     """Whether an error says that this file is bad, rather than that reading fails as such."""
     if isinstance(error, StorageError) or not isinstance(error, DeltackptError):
-        return error.errno in _DAMAGE
+        return error.errno == errno.ENOENT or error.errno in DAMAGE
     return True
 
 

@@ -43,7 +43,7 @@ from deltackpt_store.manifest_io import (
     digest_of,
     resolve,
 )
-from deltackpt_store.oserror import storage_error
+from deltackpt_store.oserror import DAMAGE, storage_error
 from deltackpt_store.pack_set import PackSet
 from deltackpt_store.reader import ChunkReader
 
@@ -216,6 +216,13 @@ def _read_format(io: FileIO, path: str) -> Format | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
+        if error.errno in DAMAGE:
+            raise CorruptionError(
+                f"{name} cannot be read: {error.strerror or error}",
+                kind="damaged-format",
+                hint="copy FORMAT back from a copy of the store",
+                path=name,
+            ) from error
         raise storage_error(error, "open the store, reading", name) from error
 
 

@@ -453,6 +453,30 @@ def test_a_manifest_too_large_to_be_read_back_is_not_written(
         mi.decode(mi.MANIFEST_MAGIC + bytes(2000))
 
 
+@pytest.mark.parametrize("part", ["inline", "chunks", "objects", "view"])
+def test_a_step_that_no_reader_would_accept_is_not_written(part: str) -> None:
+    """An inconsistent state must fail at save, not when it is needed."""
+    content = snapshot()
+    if part == "view":
+        far = msgspec.structs.replace(content.layout.tensors[0], offset=8)
+        tensors = (far, *content.layout.tensors[1:])
+        content.layout = msgspec.structs.replace(content.layout, tensors=tensors)
+    else:
+        getattr(content, part).popitem()
+    with pytest.raises(InvalidInputError) as caught:
+        mi.to_base(content, PACKS)
+    assert caught.value.kind == "inconsistent-state"
+
+
+def test_extents_that_no_tensor_views_are_refused() -> None:
+    """Bytes outside of every root could be changed without anybody noticing."""
+    manifest = mi.to_base(snapshot(), PACKS)
+    assert manifest.layout is not None
+    extents = (*manifest.layout.extents, ExtentSpec(3, CHUNK, "uint8"))
+    inline = {**manifest.inline, len(extents) - 1: b"abc"}
+    reject(replaced(with_layout(manifest, extents=extents), inline=inline), match="view")
+
+
 # commits ----------------------------------------------------------------------------------------
 
 
