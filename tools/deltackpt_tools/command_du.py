@@ -37,7 +37,7 @@ def _lines(path: str, usage: Usage) -> list[str]:
         ["  duplicates", size(usage.duplicates), "further copies of chunks"],
         ["  overhead", size(usage.overhead), "record heads, padding, tables"],
         row("manifests", "manifests"),
-        row("commits", "runs"),
+        row("runs", "runs"),
         ["other", size(other), ""],
     ]
     lines = [f"{path}: {size(files.total)}"]
