@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -23,6 +23,7 @@ from deltackpt_store.errors import (
     NotFoundError,
     StateError,
 )
+from deltackpt_store.manifest import Commit
 from deltackpt_store.store import Store
 
 from ._version import __version__
@@ -30,11 +31,13 @@ from .capture import Capture, capture
 from .events import Observer, Observers, Preempted, Skipped
 from .extents import BufferPool
 from .guard import Guard, has_optimizer
+from .keys import KeyMap
 from .lifecycle import SaveSignals
 from .options import CHUNK_BYTES, check_metrics, check_options, check_step
 from .pipeline import MAX_IN_FLIGHT, Request, SavePipeline
 from .policy import Due, DueFunction, Every, Keep, OnBusy, OnError
 from .report import Save, SaveProgress, SaveReport
+from .restore import Restored, restore_into
 
 _log = logging.getLogger("deltackpt")
 
@@ -192,14 +195,16 @@ class Checkpointer:
                 return None
 
     def should_save(self, step: int | None = None) -> bool:
-        """Whether a save is wanted now: a signal arrived, or `every` says so of `step`.
+        """Whether a save is wanted now: a signal arrived, one was put off, or `step` is due.
 
         May be polled anywhere, for example within a long evaluation, to call :meth:`save` there.
         Signals are a courtesy of the scheduler; what bounds the work you can lose is how often you
         save.
         """
         self._check_open()
-        return self._signals.pending or (step is not None and self._due.is_due(check_step(step)))
+        if self._signals.pending or self._deferred:
+            return True
+        return step is not None and self._due.is_due(check_step(step))
 
     @property
     def preempted(self) -> bool:
@@ -312,6 +317,76 @@ class Checkpointer:
                 self._pipeline.lineage_step = self._store.head(self._options.run).step
             self._lineage_known = True
         return self._pipeline.lineage_step
+
+    # restoring -------------------------------------------------------------------------------
+
+    def restore(
+        self,
+        step: int | None = None,
+        *,
+        run: str | None = None,
+        strict: bool = True,
+        only: str | Iterable[str] | None = None,
+        key_map: KeyMap | None = None,
+        low_memory: bool = False,
+    ) -> Restored | None:
+        """Put a committed step into the live objects; None when the run has no step yet.
+
+        Without `step`, the newest that verifies; `run` names another run to start from. What each
+        object gets, and what the other options mean, is told by `deltackpt.restore_into`. Waits
+        first until no save is in flight. Afterwards saves continue the restored step: the next one
+        must be of a later step, and writes only what has changed since. With `only`, which takes
+        parts of a step, saves go on as before.
+
+        Raises what `restore_into` raises; `NotFoundError` for a step whose save has failed has
+        that failure as its cause.
+        """
+        with self._call():
+            self._wait_idle(None)
+            try:
+                restored = restore_into(
+                    self._store, self._state, run=run or self._options.run, step=step,
+                    strict=strict, only=only, key_map=key_map, low_memory=low_memory,
+                    rng=self._options.rng,
+                )  # fmt: skip
+            except NotFoundError as error:
+                failure = self._pipeline.take_error()
+                if failure is None:
+                    raise
+                raise error from failure
+            if restored is None:
+                return None
+            if only is None:
+                self._continue_from(restored.commit)
+            self._observers(restored)
+            return restored
+
+    def steps(self) -> list[int]:
+        """The steps of this run that can be restored, oldest first; empty for a new run."""
+        self._check_open()
+        try:
+            return self._store.steps(self._options.run)
+        except NotFoundError:
+            return []
+
+    def _continue_from(self, commit: Commit) -> None:
+        """The live objects hold `commit` now: steps, intervals and change tables start there."""
+        captured: Capture | None = None
+        try:
+            captured = capture(
+                self._state,
+                chunk_bytes=self._options.chunk_bytes,
+                rng=self._options.rng,
+                live=_everything,
+            )
+        except DeltackptError as error:  # the next save will say so
+            _log.debug("the restored state cannot be saved: %s", error)
+        self._previous = captured
+        self._pipeline.restored(commit, captured)
+        self._lineage_known = True
+        self._newest_step = self._saved_step = None
+        self._deferred = False
+        self._due.seen(commit.step, started=True)
 
     # waiting and closing ---------------------------------------------------------------------
 

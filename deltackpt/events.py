@@ -1,11 +1,11 @@
 """What a checkpointer tells the outside: typed events for observers.
 
-An observer is any object with an ``on_event(event)`` method. Events are delivered one at a time,
-in order for each save, on whichever thread the thing happened: `Staged` on the staging thread,
-`Committed` and `Failed` of a background save on the thread that waits for the writer, `Skipped`,
-`Restored` and `Preempted` on the caller's. An observer should return quickly: it delays the
-delivery of later events, never the training thread's save (except for events of its own thread).
-What an observer raises is logged and goes no further.
+An observer is any object with an ``on_event(event)`` method. The events of one save come in order;
+those of different saves may come at once, on whichever thread the thing happened: `Staged` on the
+staging thread; `Committed`, `Compacted` and `Failed` on a thread of their own, except that a save
+which fails while it is staged fails there; `Skipped`, `Restored` and `Preempted` in the caller's.
+An observer should return quickly: what that thread does next waits for it. What an observer raises
+is logged and goes no further. `Restored` is what `Checkpointer.restore` returns.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Protocol, runtime_checkable
 from deltackpt_store.errors import DeltackptError, InvalidInputError
 
 from .report import SaveReport
+from .restore import Restored
 
 _log = logging.getLogger("deltackpt.events")
 
@@ -60,15 +61,6 @@ class Failed:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Restored:
-    """`step` of `run` was put into the live objects."""
-
-    run: str
-    step: int
-    seconds: float
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class Preempted:
     """A signal of `save_on` was noticed and `step` is being saved because of it."""
 
@@ -79,7 +71,7 @@ class Preempted:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Compacted:
-    """Retention or compaction changed which steps of `run` are listed after `step`."""
+    """After `step` became durable, retention took the `removed` steps of `run` off the list."""
 
     run: str
     step: int

@@ -279,7 +279,8 @@ class SavePipeline:
     def _hand_over(self, task: _Task, request: Request) -> None:
         progress, capture = task.progress, task.capture
         client = self._link.get(capture.state_bytes)
-        client.wait_room(max(0.0, task.deadline - time.monotonic()))
+        if not client.wait_room(max(0.0, task.deadline - time.monotonic())):
+            raise timed_out("staged", request.step, self._options.durable_timeout)
         baseline = self._begin(task, request, client)
         staging = self._stager.stage(
             Job(
@@ -295,6 +296,11 @@ class SavePipeline:
             task.staging = staging
             self._baselines.staged(staging.table, client, task.save)
         progress.mark_staged()
+        self._observers(
+            events.Staged(
+                progress.run, progress.step, progress.staged_seconds, staging.staged_bytes
+            )
+        )
         client.finish(
             task.save, objects=capture.objects, inline=capture.inline,
             environment=request.environment, metrics=request.metrics,
@@ -304,11 +310,6 @@ class SavePipeline:
                 "skipped": float(request.skipped),
             },
         )  # fmt: skip
-        self._observers(
-            events.Staged(
-                progress.run, progress.step, progress.staged_seconds, staging.staged_bytes
-            )
-        )
 
     def _begin(self, task: _Task, request: Request, client: WriterClient) -> Baseline:
         """Open the save at the writer; returns what it is relative to."""
@@ -372,16 +373,20 @@ class SavePipeline:
             self.last = report
         task.progress.commit(report)
         self._observers(events.Committed(outcome.run, outcome.step, report))
-        self._retain()
+        self._retain(outcome.step)
         self._end(task)
 
-    def _retain(self) -> None:
+    def _retain(self, step: int) -> None:
+        """Apply `keep`; `retention.apply` returns the steps that it took off the list."""
         if self._retention is None:
             return
+        run = self._options.run
         try:
-            self._retention.apply(self._store, self._options.run, self._options.keep)
+            removed = tuple(self._retention.apply(self._store, run, self._options.keep))
+            if removed:
+                self._observers(events.Compacted(run, step, removed))
         except Exception as error:  # what should have gone is still there: nothing is lost
-            _log.warning("retention of run %s failed: %s", self._options.run, error)
+            _log.warning("retention of run %s failed: %s", run, error)
 
     # any thread ------------------------------------------------------------------------------
 

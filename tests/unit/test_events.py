@@ -16,7 +16,6 @@ EVENTS: list[events.Event] = [
     events.Staged("main", 1, 0.5, 100),
     events.Skipped("main", 2, "skip"),
     events.Failed("main", 3, StorageError("full")),
-    events.Restored("main", 4, 0.1),
     events.Preempted("main", 5, 15),
     events.Compacted("main", 6, (1, 2)),
 ]
