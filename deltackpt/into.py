@@ -75,7 +75,7 @@ class Plan:
         self._slots = {slot for target in self._targets() for slot in target.slots()}
         self._goals = self._find_goals()
         if step.selected and not self._slots:
-            self.report.fatal.append("it has no entry in common with them")
+            self.report.fatal.append("nothing in it fits one of them")
         self.report.check(step, strict=strict)
 
     def _match_objects(

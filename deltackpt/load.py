@@ -84,7 +84,7 @@ def _build(step: Step, device: torch.device | None, threads: int | None) -> dict
     def tensor(slot: int, view: TensorView) -> torch.Tensor:
         return dress(view, rebuild(view, memory[view.extent]))
 
-    return step.build(tensor, step.selected)
+    return step.build_own(tensor)
 
 
 def _device(device: torch.device | str | int | None) -> torch.device | None:

@@ -75,7 +75,11 @@ class Step:
         self, leaf: Callable[[int], Any], parts: Callable[[tuple[int, ...]], Any]
     ) -> dict[Any, Any]:
         """The selected containers, `leaf` and `parts` in place of values (see `tree.build`)."""
-        return tree.build(self.layout.structure, leaf, keep=self.selected, parts=parts)
+        return _own(tree.build(self.layout.structure, leaf, keep=self.selected, parts=parts))
+
+    def build_own(self, tensor: Callable[[int, TensorView], Any]) -> dict[Any, Any]:
+        """The nested selected state, without the library's own entries."""
+        return _own(self.build(tensor, self.selected))
 
     def shape_of(self, view: TensorView) -> torch.Tensor:
         """A tensor on the meta device with the saved one's dtype and shape."""
@@ -167,6 +171,13 @@ class Step:
             hint="restore another step, or verify the store to see all that is hit",
             **context,
         )
+
+
+def _own(state: dict[Any, Any]) -> dict[Any, Any]:
+    reserved = [key for key in state if isinstance(key, str) and key.startswith(RESERVED)]
+    for key in reserved:  # one that is empty is kept by any selection
+        del state[key]
+    return state
 
 
 def _rows(ids: bytes) -> Iterator[bytes]:

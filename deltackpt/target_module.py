@@ -7,6 +7,7 @@ gets its ``load_state_dict`` called, once, with entries that have been checked b
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
@@ -22,6 +23,8 @@ from .nodes import state_of
 from .paths import segments
 from .reading import Step
 from .targets import Leaf, Mismatch, Report, compare, slots_of
+from .undo import Attributes
+from .undo import undo as take_back
 
 # They insert entries that old checkpoints lack; ours are complete or refused.
 _PLAIN_LOADERS = tuple(
@@ -203,33 +206,42 @@ class ModuleTarget:
         self._module.load_state_dict(entries, strict=False)
 
     def _back_up(self) -> None:
+        extra: OrderedDict[str, Any] = OrderedDict(
+            (key, copy.deepcopy(value))
+            for key, value in self._state.items()
+            if key not in self._own
+        )
+        attributes = Attributes(self._module.modules())
+        self._undo.append(lambda: take_back(attributes, extra, self._extra, self._reload))
         for key in self._own:
             tensor = self._tensors[key]
             if not nn.parameter.is_lazy(tensor):
                 old = tensor.detach().clone()
                 self._undo.append(lambda t=tensor, o=old: _copy(t, o))
-        extra: OrderedDict[str, Any] = OrderedDict(
-            (key, value) for key, value in self._state.items() if key not in self._own
-        )
-        if extra:
-            self._undo.append(lambda: _reload(self._module, extra))
+
+    def _extra(self) -> Any:
+        """What the module's state_dict holds besides its own tensors."""
+        state: Any = state_of(self._module)
+        return OrderedDict((key, value) for key, value in state.items() if key not in self._own)
+
+    def _reload(self, entries: Mapping[str, Any]) -> None:
+        self._module.load_state_dict(entries, strict=False)
 
     def rollback(self) -> None:
         while self._undo:
             self._undo.pop()()
 
 
-def _reload(module: nn.Module, entries: Mapping[str, Any]) -> None:
-    module.load_state_dict(entries, strict=False)
-
-
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
     with torch.no_grad():
-        target.detach().copy_(source)
+        target.copy_(source)  # not of a detached alias: a sparse one would take it for itself
 
 
 def _kind(tensor: torch.Tensor) -> str:
-    return f"{tensor.layout} {tensor.dtype} of shape {list(tensor.shape)}"
+    """All that must be equal for a tensor to be copied into another."""
+    kind = f"{tensor.layout} {tensor.dtype} of shape {list(tensor.shape)}"
+    fixed = tensor.layout not in (torch.strided, torch.sparse_coo)
+    return f"{kind} with {tensor.values().numel()} values" if fixed else kind
 
 
 def _runs_user_code(module: nn.Module) -> bool:

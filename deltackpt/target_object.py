@@ -15,6 +15,8 @@ import torch
 from .nodes import kind_of
 from .reading import Step
 from .targets import Report, is_a, slots_of
+from .undo import Attributes
+from .undo import undo as take_back
 
 _log = logging.getLogger("deltackpt.restore")
 
@@ -31,7 +33,7 @@ class ObjectTarget:
         self.trusted = str(getattr(value.load_state_dict, "__module__", "")).startswith("torch.")
         self._slots: list[int] = []
         self._wanted = False
-        self._backup: list[Any] = []
+        self._before: tuple[Attributes, Any] | None = None
 
     def match(self, step: Step, node: Any, report: Report) -> None:
         """Note whether the step has a state for it; what is in there is the object's business."""
@@ -57,7 +59,7 @@ class ObjectTarget:
             return
         present = self._present()
         if undo:
-            self._backup = [copy.deepcopy(present)]
+            self._before = Attributes([self._object]), copy.deepcopy(present)
         self._object.load_state_dict(_placed(state, present))
 
     def _present(self) -> Any:
@@ -68,10 +70,10 @@ class ObjectTarget:
             return None
 
     def rollback(self) -> None:
-        while self._backup:
-            present = self._backup.pop()
-            if present is not None:
-                self._object.load_state_dict(present)
+        if self._before is not None:
+            attributes, state = self._before
+            self._before = None
+            take_back(attributes, state, self._present, self._object.load_state_dict)
 
 
 def _placed(saved: Any, present: Any) -> Any:

@@ -68,7 +68,8 @@ class PlainTarget:
         self._written: set[str] = set()  # tensors that are written in place
         self._left: set[str] = set()  # parameters that stay as they are
         self._expanded: list[tuple[str, torch.Tensor]] = []
-        self._tensors = 0
+        self._tensors = 0  # in the target
+        self._met = 0  # of them, those for which the checkpoint has something
         self._actions: list[Callable[[], None]] = []
 
     # looking -------------------------------------------------------------------------------
@@ -80,11 +81,9 @@ class PlainTarget:
             return
         self._node = node
         self._partial = step.partial
-        known = len(report.mismatched)
         self._match(step, self._value, node, self.path, report)
         saved = sum(slot in step.views for slot in self._slots)
-        paired = self._written or self._expanded or len(report.mismatched) > known
-        if self._tensors and saved and not paired and not step.partial:
+        if self._tensors and saved and not self._met and not step.partial:
             report.fatal.append(
                 f"{self.path}: not one of the {saved} tensors in the checkpoint has a partner "
                 f"among the {self._tensors} here"
@@ -98,6 +97,7 @@ class PlainTarget:
             return
         if is_a(value, torch.Tensor):
             self._tensors += 1
+            self._met += 1
             self._match_tensor(step, value, node, path, report)
             return
         items, saved = items_of(value), items_of(node)

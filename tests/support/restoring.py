@@ -1,4 +1,4 @@
-"""A saver for tests of restore: captures live objects and commits them in this process, in order."""
+"""A saver for tests of restore: captures live objects and commits them in this process."""
 
 from __future__ import annotations
 

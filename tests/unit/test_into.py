@@ -1,0 +1,934 @@
+"""Prevents a restore from leaving live objects half restored, cast, scrambled or untied."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict, deque
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from captured import same
+from deltackpt_store.errors import InvalidInputError, MismatchError, StateError
+from restoring import Keeper
+from torch import nn
+
+from deltackpt.restore import Restored, restore_into
+
+
+@pytest.fixture
+def keeper(tmp_path: Path) -> Keeper:
+    return Keeper(tmp_path / "store")
+
+
+def back(keeper: Keeper, state: Any, **options: Any) -> Restored:
+    done = restore_into(keeper.store, state, **options)
+    assert done is not None
+    return done
+
+
+def content(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {key: value.detach().clone() for key, value in module.state_dict().items()}
+
+
+def assert_equal(module: nn.Module, expected: dict[str, torch.Tensor]) -> None:
+    state = module.state_dict()
+    assert list(state) == list(expected)
+    for key, value in expected.items():
+        assert same(state[key], value), key
+
+
+def stepped(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn(parameter.shape, generator=generator, dtype=torch.float32).to(
+            parameter.dtype
+        )
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+# modules ----------------------------------------------------------------------------------------
+
+
+def test_tied_weights_stay_tied(keeper: Keeper) -> None:
+    # case 3
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(50, 40)
+            self.head = nn.Linear(40, 50, bias=False)
+            self.head.weight = self.embed.weight
+
+    model = Tied()
+    keeper.save({"model": model}, 1)
+    expected = content(model)
+    other = Tied()
+    back(keeper, {"model": other})
+    assert other.head.weight is other.embed.weight
+    assert_equal(other, expected)
+    with torch.no_grad():
+        other.embed.weight[0, 0] = 123.0
+    assert other.head.weight[0, 0] == 123.0
+
+
+@pytest.mark.parametrize("low_memory", [False, True])
+def test_tied_target_refuses_two_values(keeper: Keeper, low_memory: bool) -> None:
+    # case 3: the last one written would win silently
+    def pair(tie: bool) -> nn.Module:
+        model = nn.Module()
+        model.a, model.b = nn.Linear(30, 30, bias=False), nn.Linear(30, 30, bias=False)
+        if tie:
+            model.b.weight = model.a.weight
+        return model
+
+    keeper.save({"model": pair(tie=False)}, 1)
+    target = pair(tie=True)
+    before = content(target)
+    with pytest.raises(MismatchError, match="memory shared by both"):
+        back(keeper, {"model": target}, low_memory=low_memory)
+    assert_equal(target, before)
+    equal = pair(tie=False)
+    with torch.no_grad():
+        equal.b.weight.copy_(equal.a.weight)
+    keeper.save({"model": equal}, 2)
+    back(keeper, {"model": target}, low_memory=low_memory)
+    assert_equal(target, content(equal))
+
+
+def test_tied_target_accepts_equal_values_of_other_layout(keeper: Keeper) -> None:
+    a = torch.randn(30, 20)
+    keeper.save({"t": {"a": a, "b": a.t().contiguous().t()}}, 1)
+    shared = torch.zeros(30, 20)
+    target = {"t": {"a": shared, "b": shared}}
+    for low_memory in (False, True):
+        shared.zero_()
+        back(keeper, target, low_memory=low_memory)
+        assert same(shared, a)
+        assert target["t"]["b"] is shared
+
+
+@pytest.mark.parametrize("low_memory", [False, True])
+@pytest.mark.parametrize("saved_last", [False, True])
+def test_channels_last_and_back(keeper: Keeper, low_memory: bool, saved_last: bool) -> None:
+    # case 5, case 7
+    formats = torch.contiguous_format, torch.channels_last
+    model = nn.Conv2d(16, 32, 3).to(memory_format=formats[saved_last])
+    expected = content(model)
+    keeper.save({"model": model}, 1)
+    target = nn.Conv2d(16, 32, 3).to(memory_format=formats[not saved_last])
+    strides = target.weight.stride()
+    assert strides != model.weight.stride()
+    back(keeper, {"model": target}, low_memory=low_memory)
+    assert target.weight.stride() == strides
+    assert_equal(target, expected)
+
+
+@pytest.mark.parametrize("low_memory", [False, True])
+def test_odd_layouts_on_both_sides(keeper: Keeper, low_memory: bool) -> None:
+    # case 5
+    base = torch.randn(40, 90)
+    saved = {
+        "transposed": torch.randn(30, 50).t(),
+        "strided": base[:, ::3],
+        "expanded": torch.randn(1, 70).expand(60, 70),
+        "flipped": torch.randn(9, 8, 7).permute(2, 0, 1),
+        "wide": torch.randn(20, 30, dtype=torch.complex128).t(),
+    }
+    keeper.save({"x": saved}, 1)
+    backing = torch.zeros(40, 60)
+    target = {
+        "transposed": torch.zeros(50, 30),
+        "strided": backing[:, ::2],
+        "expanded": torch.zeros(60, 70),
+        "flipped": torch.zeros(8, 9, 7).permute(2, 1, 0),
+        "wide": torch.zeros(20, 30, dtype=torch.complex128).t(),
+    }
+    kept = dict(target)
+    back(keeper, {"x": target}, low_memory=low_memory)
+    for key, value in saved.items():
+        assert target[key] is kept[key]
+        assert same(target[key], value), key
+    assert not backing[:, 1::2].any()
+
+
+def test_expanded_target_takes_what_repeats_only(keeper: Keeper) -> None:
+    row = torch.randn(1, 5)
+    keeper.save({"x": {"t": row.expand(4, 5).clone()}}, 1)
+    base = torch.zeros(1, 5)
+    back(keeper, {"x": {"t": base.expand(4, 5)}})
+    assert same(base, row)
+    keeper.save({"x": {"t": torch.randn(4, 5)}}, 2)
+    with pytest.raises(MismatchError, match="expanded"):
+        back(keeper, {"x": {"t": base.expand(4, 5)}})
+    assert same(base, row)
+
+
+@pytest.mark.parametrize("low_memory", [False, True])
+def test_mismatches_are_listed_in_full_and_nothing_changes(
+    keeper: Keeper, low_memory: bool
+) -> None:
+    # case 146
+    keeper.save({"model": nn.ModuleDict({"a": nn.Linear(4, 3), "b": nn.Linear(4, 5)}), "n": 1}, 1)
+    target = nn.ModuleDict({"a": nn.Linear(4, 3).double(), "c": nn.Linear(2, 2)})
+    before = content(target)
+    with pytest.raises(MismatchError) as caught:
+        back(keeper, {"model": target, "n": 0}, low_memory=low_memory)
+    error = caught.value
+    assert set(error.context["missing"]) == {"model/c.weight", "model/c.bias"}
+    assert set(error.context["unexpected"]) == {"model/b.weight", "model/b.bias"}
+    assert len(error.context["mismatched"]) == 2
+    text = str(error)
+    for part in ("model/c.weight", "model/b.bias", "float32 of shape [3, 4]",
+                 "float64 of shape [3, 4]", "nothing is cast", "strict=False"):  # fmt: skip
+        assert part in text
+    assert_equal(target, before)
+
+
+def test_nothing_is_broadcast_or_cast(keeper: Keeper) -> None:
+    # case 146
+    keeper.save({"w": torch.ones(1), "h": torch.ones(5, dtype=torch.bfloat16)}, 1)
+    target = {"w": torch.zeros(5), "h": torch.zeros(5)}
+    with pytest.raises(MismatchError) as caught:
+        back(keeper, target)
+    assert "float32 of shape [1] in the checkpoint, float32 of shape [5] here" in str(caught.value)
+    assert "bfloat16 of shape [5] in the checkpoint" in str(caught.value)
+    assert not target["w"].any()
+    assert not target["h"].any()
+
+
+def test_not_strict_restores_what_fits_and_reports_the_rest(
+    keeper: Keeper, caplog: pytest.LogCaptureFixture
+) -> None:
+    # case 146
+    saved = nn.ModuleDict({"a": nn.Linear(4, 3), "b": nn.Linear(4, 5), "d": nn.Linear(2, 2)})
+    keeper.save({"model": saved, "gone": 3}, 1)
+    target = nn.ModuleDict({"a": nn.Linear(4, 3), "b": nn.Linear(4, 6), "c": nn.Linear(2, 2)})
+    before = content(target)
+    done = back(keeper, {"model": target, "new": 4}, strict=False)
+    assert same(target["a"].weight, saved["a"].weight)
+    assert same(target["b"].weight, before["b.weight"])
+    assert same(target["c"].weight, before["c.weight"])
+    assert set(done.loaded) == {"model/a.weight", "model/a.bias"}
+    assert set(done.missing) == {"model/c.weight", "model/c.bias", "new"}
+    assert set(done.unexpected) == {"model/d.weight", "model/d.bias", "gone"}
+    assert [m.path for m in done.mismatched] == ["model/b.weight", "model/b.bias"]
+    assert "model/c.weight" in caplog.text
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_no_match_at_all_is_an_error_in_every_mode(keeper: Keeper, strict: bool) -> None:
+    # case 146
+    keeper.save({"model": nn.Linear(2, 2)}, 1)
+    other = nn.ModuleDict({"x": nn.Linear(3, 3)})
+    with pytest.raises(MismatchError, match="not one of the 2 entries") as caught:
+        back(keeper, {"model": other}, strict=strict)
+    assert caught.value.kind == "no-match"
+    with pytest.raises(MismatchError, match="nothing in it fits"):
+        back(keeper, {"net": other}, strict=strict)
+    with pytest.raises(MismatchError, match="not one of the"):
+        back(keeper, {"model": {"a": torch.zeros(2)}}, strict=strict)
+
+
+def test_meta_and_inference_targets_are_refused(keeper: Keeper) -> None:
+    keeper.save({"model": nn.Linear(3, 3)}, 1)
+    with pytest.raises(MismatchError, match="meta tensor"):
+        back(keeper, {"model": nn.Linear(3, 3, device="meta")})
+    with torch.inference_mode():
+        frozen = nn.Linear(3, 3)
+    with pytest.raises(MismatchError, match="inference mode"):
+        back(keeper, {"model": frozen})
+
+
+class Wrapped(nn.Module):
+    """What DistributedDataParallel does to keys."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, when it compiles
+def test_wrapped_models_restore_with_a_key_map(keeper: Keeper) -> None:
+    # case 147
+    def plain() -> nn.Module:
+        return nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3)))
+
+    inner = plain()
+    keeper.save({"model": inner}, 1, rng=False)
+    expected = content(inner)
+    nested = plain()
+    nested.load_state_dict(expected)
+    nested[1] = torch.compile(nested[1])
+    wrapped = Wrapped(torch.compile(Wrapped(nested)))
+    assert "module._orig_mod.module.1._orig_mod.0.weight" in wrapped.state_dict()
+    blobs = sum(f.stat().st_size for f in keeper.path.glob("packs/*/*"))
+    keeper.save({"model": wrapped}, 2, rng=False)
+    assert sum(f.stat().st_size for f in keeper.path.glob("packs/*/*")) == blobs
+    for target, step in ((plain(), 2), (Wrapped(torch.compile(plain())), 1)):
+        with pytest.raises(MismatchError, match='key_map="unwrap"'):
+            back(keeper, {"model": target}, step=step)
+        done = back(keeper, {"model": target}, step=step, key_map="unwrap")
+        assert len(done.loaded) == 4
+        for value, wanted in zip(target.state_dict().values(), expected.values(), strict=True):
+            assert same(value, wanted)
+    target = plain()
+    back(keeper, {"model": target}, step=2, key_map=lambda key: key.replace("module.", "")
+         .replace("_orig_mod.", ""))  # fmt: skip
+    assert_equal(target, expected)
+
+
+def test_prefix_key_map(keeper: Keeper) -> None:
+    # case 147
+    keeper.save({"model": nn.ModuleDict({"old": nn.Linear(3, 3)})}, 1)
+    target = nn.ModuleDict({"new": nn.Linear(3, 3)})
+    back(keeper, {"model": target}, key_map={"old.": "new."})
+    with pytest.raises(MismatchError, match="one name"):
+        back(keeper, {"model": target}, key_map=lambda key: "new.weight")
+    with pytest.raises(InvalidInputError, match="key_map"):
+        back(keeper, {"model": target}, key_map=3)
+
+
+def test_key_map_also_renames_the_optimizer_s_parameters(keeper: Keeper) -> None:
+    # case 147, case 41
+    model = nn.ModuleDict({"old": nn.Linear(3, 3)})
+    optimizer = torch.optim.AdamW(model.parameters())
+    stepped(model, optimizer, 1)
+    keeper.save({"model": model, "optimizer": optimizer}, 1)
+    target = nn.ModuleDict({"new": nn.Linear(3, 3)})
+    other = torch.optim.AdamW(target.parameters())
+    with pytest.raises(MismatchError, match=r"new\.weight"):
+        back(keeper, {"model": target, "optimizer": other})
+    back(keeper, {"model": target, "optimizer": other}, key_map={"old.": "new."})
+    assert other.state[target["new"].weight]["step"] == 1
+
+
+class Hooked(nn.Module):
+    """Counts and extra state, as user modules have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("seen", torch.zeros(3))
+        self.note: Any = {"a": 1}
+        self.calls = 0
+        self.fail = False
+        self.register_load_state_dict_post_hook(Hooked._loaded)
+
+    def get_extra_state(self) -> Any:
+        return {"note": self.note, "t": torch.arange(3)}
+
+    def set_extra_state(self, state: Any) -> None:
+        if self.fail:
+            raise ValueError("I do not like it")
+        self.note = state["note"]
+
+    def _loaded(self, keys: Any) -> None:
+        self.calls += 1
+
+
+@pytest.mark.parametrize("low_memory", [False, True])
+def test_modules_with_code_of_their_own_are_loaded_once(keeper: Keeper, low_memory: bool) -> None:
+    model = Hooked()
+    model.note = {"b": [1, (2, None)]}
+    keeper.save({"model": model}, 1)
+    target = Hooked()
+    back(keeper, {"model": target}, low_memory=low_memory)
+    assert target.calls == 1
+    assert target.note == {"b": [1, (2, None)]}
+    assert same(target.linear.weight, model.linear.weight)
+
+
+# optimizers -------------------------------------------------------------------------------------
+
+
+def pair(seed: int, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, torch.optim.AdamW]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(20, 30), nn.Linear(30, 20)).to(dtype)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("low_memory", [False, True])
+def test_state_is_made_in_a_fresh_optimizer(keeper: Keeper, low_memory: bool) -> None:
+    # case 37
+    model, optimizer = pair(0)
+    stepped(model, optimizer, 1)
+    stepped(model, optimizer, 2)
+    keeper.save({"m": model, "o": optimizer}, 2)
+    expected = copy.deepcopy(optimizer.state_dict())
+    other, fresh = pair(1)
+    assert not fresh.state
+    back(keeper, {"m": other, "o": fresh}, low_memory=low_memory)
+    found = fresh.state_dict()
+    assert found["param_groups"] == expected["param_groups"]
+    assert list(found["state"]) == list(expected["state"])
+    for index, entry in expected["state"].items():
+        assert list(found["state"][index]) == list(entry)
+        assert all(same(found["state"][index][key], value) for key, value in entry.items())
+
+
+@pytest.mark.parametrize("low_memory", [False, True])
+@pytest.mark.parametrize("parameters", [torch.bfloat16, torch.float32])
+def test_state_keeps_its_saved_dtype(
+    keeper: Keeper, parameters: torch.dtype, low_memory: bool
+) -> None:
+    # case 43
+    moments = torch.float32 if parameters == torch.bfloat16 else torch.bfloat16
+    model, optimizer = pair(0, parameters)
+    for p in model.parameters():
+        optimizer.state[p] = {
+            "step": torch.tensor(3.0),
+            "exp_avg": torch.randn(p.shape).to(moments),
+            "exp_avg_sq": torch.rand(p.shape).to(moments),
+        }
+    keeper.save({"m": model, "o": optimizer}, 1)
+    expected = [dict(optimizer.state[p]) for p in model.parameters()]
+    for fresh in (True, False):
+        other, target = pair(1, parameters)
+        if not fresh:
+            stepped(other, target, 7)
+        back(keeper, {"m": other, "o": target}, low_memory=low_memory)
+        for p, entry in zip(other.parameters(), expected, strict=True):
+            assert all(same(target.state[p][key], value) for key, value in entry.items())
+
+
+def test_state_of_two_owners_is_never_shared(keeper: Keeper) -> None:
+    # case 44
+    model, optimizer = pair(0)
+    stepped(model, optimizer, 1)
+    keeper.save({"m": model, "o": optimizer}, 1)
+    expected = copy.deepcopy(optimizer.state_dict())
+    (m1, a), (m2, b) = pair(1), pair(2)
+    back(keeper, {"m": m1, "o": a})
+    back(keeper, {"m": m2, "o": b})
+    stepped(m1, a, 3)
+    back(keeper, {"m": m2, "o": b})
+    for index, entry in expected["state"].items():
+        for key, value in entry.items():
+            assert same(b.state_dict()["state"][index][key], value)
+    addresses = [
+        {t.data_ptr() for entry in o.state.values() for t in entry.values()} for o in (a, b)
+    ]
+    assert addresses[0].isdisjoint(addresses[1])
+
+
+def test_objects_that_shared_a_tensor_do_not_after_restore(keeper: Keeper) -> None:
+    # case 44
+    class Box:
+        def __init__(self, t: torch.Tensor) -> None:
+            self.t = t
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"t": self.t, "again": self.t}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.t = state["t"]
+            assert state["again"].data_ptr() == self.t.data_ptr()
+            self.t.add_(1)  # what it was given is its own
+
+    shared = torch.randn(1000)
+    keeper.save({"a": Box(shared), "b": Box(shared), "c": {"t": shared}}, 1)
+    a, b, c = Box(torch.zeros(1000)), Box(torch.zeros(1000)), {"t": torch.zeros(1000)}
+    back(keeper, {"a": a, "b": b, "c": c})
+    assert a.t.data_ptr() != b.t.data_ptr()
+    assert same(a.t, shared + 1)
+    assert same(b.t, shared + 1)
+    assert same(c["t"], shared)
+
+
+def test_state_is_matched_by_parameter_name(keeper: Keeper) -> None:
+    # case 41
+    def make(order: tuple[str, str]) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.ModuleDict({name: nn.Linear(8, 8, bias=False) for name in ("p", "q")})
+        return model, torch.optim.SGD([model[n].weight for n in order], lr=0.1, momentum=0.9)
+
+    model, optimizer = make(("p", "q"))
+    stepped(model, optimizer, 1)
+    keeper.save({"m": model, "o": optimizer}, 1)
+    other, swapped = make(("q", "p"))
+    back(keeper, {"m": other, "o": swapped})
+    for name in ("p", "q"):
+        found = swapped.state[other[name].weight]["momentum_buffer"]
+        assert same(found, optimizer.state[model[name].weight]["momentum_buffer"])
+    assert list(swapped.param_groups[0]["params"]) == [other["q"].weight, other["p"].weight]
+
+
+def test_optimizer_over_other_parameters_is_refused(keeper: Keeper) -> None:
+    # case 41, case 45
+    model, optimizer = pair(0)
+    stepped(model, optimizer, 1)
+    keeper.save({"m": model, "o": optimizer}, 1)
+    other, _ = pair(1)
+    fewer = torch.optim.AdamW(list(other.parameters())[:3])
+    before = content(other)
+    with pytest.raises(MismatchError, match=r"unexpected: m/1\.bias"):
+        back(keeper, {"m": other, "o": fewer})
+    assert_equal(other, before)
+    assert not fewer.state
+
+
+def test_state_that_the_checkpoint_lacks_is_listed(keeper: Keeper) -> None:
+    # case 45
+    model, optimizer = pair(0)
+    stepped(model, optimizer, 1)
+    del optimizer.state[model[0].bias]
+    keeper.save({"m": model, "o": optimizer}, 1)
+    other, target = pair(1)
+    stepped(other, target, 1)
+    before = copy.deepcopy(target.state_dict())
+    with pytest.raises(MismatchError) as caught:
+        back(keeper, {"m": other, "o": target})
+    assert caught.value.context["missing"] == (
+        "o/state/1/step", "o/state/1/exp_avg", "o/state/1/exp_avg_sq")  # fmt: skip
+    assert target.state_dict()["state"].keys() == before["state"].keys()
+    back(keeper, {"m": other, "o": target}, strict=False)
+    assert other[0].bias not in target.state
+    # the checkpoint says what exists: state that only the target lacks is made
+    keeper.save({"m": model, "o": target}, 2)
+    stepped(model, optimizer, 2)
+    keeper.save({"m": model, "o": optimizer}, 3)
+    del target.state[other[1].bias]
+    back(keeper, {"m": other, "o": target})
+    assert target.state[other[1].bias]["step"] == 2
+
+
+def test_state_of_another_shape_than_its_parameter_is_refused(keeper: Keeper) -> None:
+    # case 41: without names, position and shape are all there is
+    one = nn.Linear(4, 6)
+    optimizer = torch.optim.AdamW(one.parameters())
+    stepped(one, optimizer, 1)
+    keeper.save({"o": optimizer}, 1)
+    other = nn.Linear(6, 4)
+    with pytest.raises(MismatchError, match=r"exp_avg.*parameter of shape \[4, 6\]"):
+        back(keeper, {"o": torch.optim.AdamW(other.parameters())})
+
+
+def test_rolling_back_before_the_first_step_empties_the_state(keeper: Keeper) -> None:
+    model, optimizer = pair(0)
+    keeper.save({"m": model, "o": optimizer}, 0)
+    stepped(model, optimizer, 1)
+    back(keeper, {"m": model, "o": optimizer})
+    assert not optimizer.state
+
+
+def test_groups_come_back_exactly_and_without_side_effects(keeper: Keeper) -> None:
+    # case 28, case 37
+    model, optimizer = pair(0)
+    group = optimizer.param_groups[0]
+    group.update(lr=0.25, hist=[{"lr": 0.5}, {"lr": 0.25}], initial_lr=0.5, tensor=torch.ones(3))
+    keeper.save({"m": model, "o": optimizer}, 1)
+    other, target = pair(1)
+    target.param_groups[0]["hist"] = []
+    steps: list[str] = []
+    target.register_step_pre_hook(lambda *args: steps.append("step"))
+    target.register_load_state_dict_pre_hook(lambda *args: steps.append("pre"))
+    target.register_load_state_dict_post_hook(lambda *args: steps.append("post"))
+    gradients = [torch.ones_like(p) for p in other.parameters()]
+    for p, gradient in zip(other.parameters(), gradients, strict=True):
+        p.grad = gradient
+    back(keeper, {"m": other, "o": target})
+    found = target.param_groups[0]
+    assert found["hist"] == [{"lr": 0.5}, {"lr": 0.25}]
+    assert (found["lr"], found["initial_lr"]) == (0.25, 0.5)
+    assert same(found["tensor"], torch.ones(3))
+    assert found["params"] == list(other.parameters())
+    assert steps == ["pre", "post"]
+    assert all(p.grad is g for p, g in zip(other.parameters(), gradients, strict=True))
+    assert all(p.requires_grad and p.is_leaf for p in other.parameters())
+
+
+def test_lbfgs_and_sparse_states(keeper: Keeper) -> None:
+    def run(optimizer: torch.optim.Optimizer, x: torch.Tensor, seed: int) -> None:
+        target = torch.randn(10, generator=torch.Generator().manual_seed(seed))
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = (x - target).pow(2).sum()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+
+    x = torch.zeros(10, requires_grad=True)
+    optimizer = torch.optim.LBFGS([x], max_iter=3)
+    run(optimizer, x, 1)
+    keeper.save({"x": x, "o": optimizer}, 1)
+    run(optimizer, x, 2)
+    y = torch.ones(10, requires_grad=True)
+    other = torch.optim.LBFGS([y], max_iter=3)
+    back(keeper, {"x": y, "o": other})
+    run(other, y, 2)
+    assert same(x, y)
+
+
+# other objects ----------------------------------------------------------------------------------
+
+
+class Part:
+    """A user's object; `fail` makes its loading fail half-way."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        self.extra = 0
+        self.fail = False
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value, "extra": self.extra}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = state["value"]
+        if self.fail:
+            raise KeyError("extra")
+        self.extra = state["extra"]
+
+
+def everything(seed: int) -> dict[str, Any]:
+    model, optimizer = pair(seed)
+    stepped(model, optimizer, seed)
+    hooked = Hooked()
+    hooked.note = seed
+    return {
+        "hooked": hooked,
+        "model": model,
+        "optimizer": optimizer,
+        "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2),
+        "part": Part([seed]),
+        "meta": {"list": [seed, torch.full((3,), float(seed))], "n": seed},
+        "n": seed,
+        "last": Part({"x": seed}),
+    }
+
+
+def picture(state: dict[str, Any]) -> Any:
+    """An independent copy of all values in the state."""
+    return copy.deepcopy(
+        {key: value.state_dict() if hasattr(value, "state_dict") else value
+         for key, value in state.items()}
+    )  # fmt: skip
+
+
+def assert_alike(left: Any, right: Any) -> None:
+    if isinstance(left, torch.Tensor):
+        assert same(left, right)
+    elif isinstance(left, dict):
+        assert list(left) == list(right)
+        for key in left:
+            assert_alike(left[key], right[key])
+    elif isinstance(left, (list, tuple)):
+        assert len(left) == len(right)
+        for a, b in zip(left, right, strict=True):
+            assert_alike(a, b)
+    else:
+        assert left == right
+
+
+@pytest.mark.parametrize("culprit", ["hooked", "part", "last"])
+def test_a_failing_part_leaves_everything_as_it_was(keeper: Keeper, culprit: str) -> None:
+    # case 152
+    keeper.save(everything(1), 1)
+    target = everything(2)
+    live = dict(target), dict(target["optimizer"].state)
+    before, generator = picture(target), torch.get_rng_state()
+    target[culprit].fail = True
+    with pytest.raises(StateError, match=f"restoring '{culprit}' failed") as caught:
+        back(keeper, target)
+    assert caught.value.kind == "apply-failed"
+    assert "as it was before" in str(caught.value)
+    target[culprit].fail = False
+    assert_alike(picture(target), before)
+    assert all(target[key] is value for key, value in live[0].items())
+    assert target["optimizer"].state.keys() == live[1].keys()
+    assert torch.equal(torch.get_rng_state(), generator)
+    back(keeper, target)
+    assert_alike(picture(target), picture(everything(1)))
+
+
+def test_a_failing_part_of_a_streamed_restore_is_said_to_leave_pieces(keeper: Keeper) -> None:
+    # case 152
+    keeper.save(everything(1), 1)
+    target = everything(2)
+    target["last"].fail = True
+    with pytest.raises(StateError, match="the target is incomplete") as caught:
+        back(keeper, target, low_memory=True)
+    assert caught.value.kind == "incomplete-target"
+
+
+def test_a_failure_that_cannot_be_undone_is_said_to_leave_pieces(keeper: Keeper) -> None:
+    # case 152
+    class Stubborn(Part):
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.value.append(3)
+            raise RuntimeError("never")
+
+    keeper.save({"model": nn.Linear(3, 3), "part": Part([1])}, 1)
+    with pytest.raises(StateError) as caught:
+        back(keeper, {"model": nn.Linear(3, 3), "part": Stubborn([2])})
+    assert caught.value.kind == "incomplete-target"
+    assert caught.value.context["incomplete"] == ("part",)
+
+
+def test_an_interrupt_during_the_last_copies_waits(
+    keeper: Keeper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # case 152: Ctrl-C must not leave half a model
+    import deltackpt.target_module as where
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    keeper.save({"model": model}, 1)
+    target = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    real, calls = where.copy_bits, [0]
+
+    def copying(a: torch.Tensor, b: torch.Tensor) -> None:
+        calls[0] += 1
+        if calls[0] == 3:
+            raise KeyboardInterrupt
+        real(a, b)
+
+    monkeypatch.setattr(where, "copy_bits", copying)
+    with pytest.raises(KeyboardInterrupt):
+        back(keeper, {"model": target})
+    assert_equal(target, content(model))
+
+
+def test_objects_get_a_private_copy_with_exact_types(keeper: Keeper) -> None:
+    value = {0: "a", "0": [1, (2, torch.float16)], (1, 2): OrderedDict(z=1, a=deque([1], 3))}
+    keeper.save({"part": Part(value), "other": Part(value)}, 1)
+    one, two = Part(None), Part(None)
+    back(keeper, {"part": one, "other": two})
+    assert one.value == value
+    assert type(one.value[(1, 2)]) is OrderedDict
+    assert one.value[(1, 2)]["a"].maxlen == 3
+    one.value["0"].append(5)
+    assert two.value == value
+
+
+def test_an_object_with_nothing_to_say_is_still_asked(keeper: Keeper) -> None:
+    class Quiet(Part):
+        def state_dict(self) -> dict[str, Any]:
+            return {}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            assert state == {}
+            self.extra += 1
+
+    keeper.save({"part": Quiet(1), "n": 1}, 1)
+    target = Quiet(2)
+    back(keeper, {"part": target, "n": 0})
+    assert target.extra == 1
+
+
+def test_an_object_that_cannot_be_restored_is_refused(keeper: Keeper) -> None:
+    class Half:
+        def state_dict(self) -> dict[str, Any]:
+            return {"a": 1}
+
+    keeper.save({"x": Half()}, 1)
+    with pytest.raises(InvalidInputError, match="no load_state_dict"):
+        back(keeper, {"x": Half()})
+
+
+# plain values -----------------------------------------------------------------------------------
+
+
+def test_a_list_that_grew_comes_back_exactly(keeper: Keeper) -> None:
+    # case 28
+    keeper.save({"hist": []}, 1)
+    keeper.save({"hist": [{"a": torch.ones(2)}, {"a": torch.zeros(2)}]}, 2)
+    hist: list[Any] = [{"a": torch.full((2,), 7.0)}, {"a": torch.full((2,), 8.0)}]
+    kept = hist[0]["a"]
+    state = {"hist": hist}
+    done = back(keeper, state, step=1)
+    assert state["hist"] is hist
+    assert hist == []
+    assert done.removed == ("hist/0/a", "hist/1/a")
+    back(keeper, state, step=2)
+    assert [item["a"].tolist() for item in hist] == [[1.0, 1.0], [0.0, 0.0]]
+    assert kept.tolist() == [7.0, 7.0]
+
+
+def test_containers_take_the_saved_form_in_place(keeper: Keeper) -> None:
+    # case 28
+    live = torch.zeros(3)
+    saved = {"b": 1, "a": {"t": torch.ones(3), "new": (1, torch.ones(2))}, "l": [1, [2]], 3: {4}}
+    keeper.save({"meta": saved}, 1)
+    inner, listed = {"old": 5, "t": live}, [9, 9, 9]
+    meta: dict[Any, Any] = {"a": inner, "l": listed, "b": 0, "gone": 1}
+    done = back(keeper, {"meta": meta})
+    assert list(meta) == ["b", "a", "l", 3]
+    assert meta["a"] is inner
+    assert list(inner) == ["t", "new"]
+    assert inner["t"] is live
+    assert live.tolist() == [1.0, 1.0, 1.0]
+    assert meta["l"] is listed
+    assert listed == [1, [2]]
+    assert meta[3] == {4}
+    assert type(inner["new"]) is tuple
+    assert done.values == {}
+
+
+def test_what_cannot_change_in_place_is_returned_and_assigned(keeper: Keeper) -> None:
+    keeper.save({"n": 5, "t": (1, torch.ones(2)), "s": "x", "none": None, "w": torch.ones(2)}, 1)
+    inner = torch.zeros(2)
+    state = {"n": 0, "t": (0, inner), "s": "", "none": 3, "w": torch.zeros(2)}
+    done = back(keeper, state)
+    assert set(done.values) == {"n", "t", "s", "none"}
+    assert (state["n"], state["s"], state["none"]) == (5, "x", None)
+    assert state["t"][0] == 1
+    assert state["t"][1] is inner
+    assert inner.tolist() == [1.0, 1.0]
+
+    class Frozen(dict):
+        def update(self, *args: Any, **kwargs: Any) -> None:
+            raise AssertionError
+
+    from types import MappingProxyType
+
+    original = {"n": 0, "t": (0, inner), "s": "", "none": 3, "w": torch.zeros(2)}
+    done = back(keeper, MappingProxyType(original))
+    assert done.values["n"] == 5
+    assert original["n"] == 0
+    assert original["w"].tolist() == [1.0, 1.0]
+
+
+def test_tensors_that_grow_from_nothing_and_back(keeper: Keeper) -> None:
+    # case 17
+    for step, shape in enumerate([(0, 3), (4, 3), (0, 3), (2, 0)]):
+        keeper.save({"x": {"t": torch.ones(shape)}}, step)
+    state: dict[str, Any] = {"x": {"t": torch.empty(0, 3)}}
+    for step, shape in enumerate([(0, 3), (4, 3), (0, 3), (2, 0)]):
+        back(keeper, state, step=step)
+        assert state["x"]["t"].shape == shape
+        assert state["x"]["t"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("low_memory", [False, True])
+def test_bit_patterns_survive(keeper: Keeper, low_memory: bool) -> None:
+    # case 23
+    patterns = torch.tensor([0x7FC00001, 0x7F800001, 0xFF800123, 0x80000000, 0, 0x7F800000])
+    saved = patterns.to(torch.int64).to(torch.int32).view(torch.float32)
+    keeper.save({"x": {"t": saved, "big": saved.repeat(1000)}}, 1)
+    target = {"t": torch.zeros(6), "big": torch.zeros(6000)}
+    back(keeper, {"x": target}, low_memory=low_memory)
+    assert same(target["t"], saved)
+    assert same(target["big"], saved.repeat(1000))
+
+
+def test_numpy_arrays_are_written_in_place(keeper: Keeper) -> None:
+    big, small = np.arange(30_000.0), np.arange(5)
+    keeper.save({"x": {"big": big, "small": small, "other": np.arange(3)}}, 1)
+    target = {"big": np.zeros(30_000), "small": np.zeros(5, np.int64), "other": np.zeros(9)}
+    kept = dict(target)
+    back(keeper, {"x": target})
+    assert target["big"] is kept["big"]
+    assert np.array_equal(kept["big"], big)
+    assert target["small"] is kept["small"]
+    assert np.array_equal(kept["small"], small)
+    assert target["other"].tolist() == [0, 1, 2]
+    assert kept["other"].tolist() == [0] * 9
+    target["other"][0] = 5  # writable, and its own
+
+
+def test_sparse_tensors(keeper: Keeper) -> None:
+    indices = torch.tensor([[0, 1, 1], [2, 0, 0]])
+    sparse = torch.sparse_coo_tensor(indices, torch.arange(3.0), (2, 3), check_invariants=True)
+    module = nn.Module()
+    module.register_buffer("adj", sparse)
+    keeper.save({"x": {"s": sparse}, "m": module}, 1)
+    target = {"s": torch.zeros(2, 3).to_sparse()}
+    other = nn.Module()
+    other.register_buffer("adj", torch.eye(2, 3).to_sparse())
+    live = other.adj
+    back(keeper, {"x": target, "m": other})
+    assert torch.equal(target["s"].to_dense(), sparse.to_dense())
+    assert other.adj is live
+    assert torch.equal(live.to_dense(), sparse.to_dense())
+    wrong = nn.Module()
+    wrong.register_buffer("adj", torch.eye(4).to_sparse())
+    with pytest.raises(MismatchError, match="m/adj"):
+        back(keeper, {"x": target, "m": wrong})
+
+
+def test_live_objects_inside_containers(keeper: Keeper) -> None:
+    def make(seed: int) -> dict[str, Any]:
+        (m1, o1), (m2, o2) = pair(seed), pair(seed + 1)
+        stepped(m1, o1, seed)
+        stepped(m2, o2, seed)
+        return {"models": [m1, m2], "opt": {"a": o1, "b": o2}, "pair": (Part(seed), seed)}
+
+    keeper.save(make(1), 1)
+    target, live = make(10), make(10)
+    live = {"models": list(target["models"]), "opt": dict(target["opt"]), "pair": target["pair"]}
+    back(keeper, target)
+    assert target["models"][1] is live["models"][1]
+    assert target["opt"]["b"] is live["opt"]["b"]
+    assert target["pair"][0] is live["pair"][0]
+    assert target["pair"][1] == 1
+    assert live["pair"][0].value == 1
+    for left, right in zip(target["models"], make(1)["models"], strict=True):
+        assert_equal(left, content(right))
+    missing = make(3)
+    missing["opt"]["c"] = missing["opt"].pop("b")
+    with pytest.raises(MismatchError, match="opt/c"):
+        back(keeper, missing)
+    kept = missing["opt"]["c"]
+    back(keeper, missing, strict=False)
+    assert missing["opt"]["c"] is kept
+    assert list(missing["opt"]) == ["a", "b", "c"]
+
+
+# only -------------------------------------------------------------------------------------------
+
+
+def test_only_touches_what_it_names(keeper: Keeper) -> None:
+    keeper.save(everything(1), 1)
+    target = everything(2)
+    before, generator = picture(target), torch.get_rng_state()
+    done = back(keeper, target, only="model/0.*")
+    assert set(done.loaded) == {"model/0.weight", "model/0.bias"}
+    assert not done.rng
+    assert torch.equal(torch.get_rng_state(), generator)
+    wanted = picture(everything(1))
+    expected = {**before, "model": {**before["model"]}}
+    for key in ("0.weight", "0.bias"):
+        expected["model"][key] = wanted["model"][key]
+    assert_alike(picture(target), expected)
+    back(keeper, target, only=["optimizer", "meta/list/1", "n"])
+    expected["optimizer"] = wanted["optimizer"]
+    expected["meta"]["list"][1], expected["n"] = wanted["meta"]["list"][1], 1
+    assert_alike(picture(target), expected)
+
+
+def test_only_is_checked(keeper: Keeper) -> None:
+    keeper.save(everything(1), 1)
+    target = everything(2)
+    with pytest.raises(InvalidInputError, match="matches nothing"):
+        back(keeper, target, only=["model/*", "modle/*"])
+    with pytest.raises(InvalidInputError, match="restored whole"):
+        back(keeper, target, only="optimizer/state/0/*")
+    with pytest.raises(InvalidInputError, match="glob"):
+        back(keeper, target, only=[])
+    with pytest.raises(MismatchError, match="unexpected"):
+        back(keeper, {"model": target["model"]}, only=["model/*", "n"])
+    short = {"meta": {"list": [1], "n": 0}}
+    with pytest.raises(MismatchError, match="2 items in the checkpoint, 1 items here"):
+        back(keeper, short, only="meta/list/1")
+
+
+def test_only_with_generators(keeper: Keeper) -> None:
+    torch.manual_seed(5)
+    keeper.save({"n": 1}, 1)
+    expected = torch.rand(3)
+    torch.manual_seed(9)
+    done = back(keeper, {"n": 0}, only=["n", "#rng"])
+    assert done.rng
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_cycles_in_the_target_are_refused(keeper: Keeper) -> None:
+    keeper.save({"x": {"a": 1}}, 1)
+    loop: dict[str, Any] = {}
+    loop["a"] = loop
+    with pytest.raises(InvalidInputError, match="nests deeper"):
+        back(keeper, {"x": loop})
