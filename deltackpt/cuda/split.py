@@ -1,0 +1,203 @@
+"""One stager for states that live on the host and on any number of devices."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from deltackpt_store.manifest import Layout
+from deltackpt_store.protocol import ExtentKey
+
+from ..extents import Source
+from ..stage import HostStager, Job, Ring, Staging
+from .fallback import CopyStager
+from .hasher import Counters
+from .runtime import CudaRuntime, Runtime
+from .selftest import check_device
+from .stager import DeviceStager
+
+_log = logging.getLogger("deltackpt.cuda")
+
+HOST = torch.device("cpu")
+
+
+class DevicePart(Protocol):
+    """What :class:`SplitStager` needs of a device's stager (see `DeviceStager`)."""
+
+    counters: Counters
+
+    def mark(self) -> Any: ...
+    def start(self, job: Job, mark: Any) -> Any: ...
+    def finish(self, job: Job, ring: Ring, detection: Any) -> Staging: ...
+    def abandon(self) -> None: ...
+    def hash_all(
+        self, layout: Layout, sources: Mapping[int, Source], mark: Any
+    ) -> Iterator[tuple[ExtentKey, int, bytes, memoryview]]: ...
+    def close(self) -> None: ...
+
+
+def stager_for(runtime: Runtime, *, seed: int) -> DevicePart:
+    """The best stager that works on this device. Compiles the kernels and tests them (seconds).
+
+    Without triton, or when a digest comes out wrong, that is one which copies everything to the
+    host; a warning says so.
+    """
+    if importlib.util.find_spec("triton") is None:
+        _log.warning(
+            "triton is not installed: saves copy the whole state of %s to the host instead of what"
+            " changed; pip install 'deltackpt[gpu]'",
+            runtime.device,
+        )
+        return CopyStager(runtime, seed=seed)
+    try:
+        wrong = check_device(runtime, seed=seed)
+    except Exception as error:
+        _log.warning(
+            "the kernels do not run on %s (%s: %s): saves copy the whole state to the host",
+            runtime.device, type(error).__name__, error, exc_info=True,
+        )  # fmt: skip
+        return CopyStager(runtime, seed=seed)
+    if wrong:
+        _log.error(
+            "the kernels hash wrongly on %s (%d of the self-test's digests, first %s): saves copy"
+            " the whole state to the host; please report this",
+            runtime.device, len(wrong), wrong[0],
+        )  # fmt: skip
+        return CopyStager(runtime, seed=seed)
+    return DeviceStager(runtime, seed=seed)
+
+
+class SplitStager:
+    """A `deltackpt.stage.Stager`: host memory to :class:`HostStager`, each device to its own.
+
+    All devices hash while the host does; then each stages what changed. `unlock` is called when
+    all parts have read their live memory. :meth:`mark` belongs to the training thread, all else to
+    the staging thread, where a device's stager is made when first needed.
+    """
+
+    def __init__(
+        self,
+        *,
+        seed: int,
+        threads: int,
+        runtime: Callable[[torch.device], Runtime] = CudaRuntime,
+        make: Callable[[Runtime], DevicePart] | None = None,
+        device_of: Callable[[Source], torch.device] = lambda source: source.data.device,
+    ) -> None:
+        self._host = HostStager(seed=seed, threads=threads)
+        self._runtime, self._device_of = runtime, device_of
+        self._make: Callable[[Runtime], DevicePart] = make or partial(stager_for, seed=seed)
+        self._runtimes: dict[torch.device, Runtime] = {}
+        self._parts: dict[torch.device, DevicePart] = {}
+
+    @property
+    def counters(self) -> dict[str, Counters]:
+        """What each device was asked to do and holds, by device name."""
+        return {str(device): part.counters for device, part in tuple(self._parts.items())}
+
+    def mark(self, sources: Mapping[int, Source]) -> Mapping[torch.device, Any]:
+        """For the training thread, right after capture: where its streams are now.
+
+        Staging with these marks reads device memory only after what the current streams have been
+        given by now. Takes microseconds.
+        """
+        marks: dict[torch.device, Any] = {}
+        for source in sources.values():
+            device = self._device_of(source)
+            if device != HOST and device not in marks:
+                if device not in self._runtimes:
+                    self._runtimes[device] = self._runtime(device)
+                marks[device] = self._runtimes[device].mark()
+        return marks
+
+    def stage(self, job: Job, ring: Ring) -> Staging:
+        groups = self._by_device(job.sources)
+        if not groups.keys() - {HOST}:
+            return self._host.stage(job, ring)
+        gate = _Gate(len(groups), job.unlock)
+        jobs = {device: _part_of(job, sources, gate.open) for device, sources in groups.items()}
+        parts = {device: self._part(device) for device in jobs if device != HOST}
+        results: list[Staging] = []
+        try:
+            started = {
+                device: part.start(jobs[device], job.marks[device])
+                for device, part in parts.items()
+            }
+            if HOST in jobs:
+                results.append(self._host.stage(jobs[HOST], ring))
+            for device, part in parts.items():
+                results.append(part.finish(jobs[device], ring, started[device]))
+        except BaseException:
+            for part in parts.values():
+                part.abandon()
+            raise
+        return _joined(results)
+
+    def hash_all(
+        self,
+        layout: Layout,
+        sources: Mapping[int, Source],
+        marks: Mapping[torch.device, Any],
+    ) -> Iterator[tuple[ExtentKey, int, bytes, memoryview]]:
+        for device, group in self._by_device(sources).items():
+            if device == HOST:
+                yield from self._host.hash_all(layout, group)
+            else:
+                yield from self._part(device).hash_all(layout, group, marks[device])
+
+    def close(self) -> None:
+        self._host.close()
+        for part in self._parts.values():
+            part.close()
+        self._parts.clear()
+
+    def _part(self, device: torch.device) -> DevicePart:
+        part = self._parts.get(device)
+        if part is None:
+            part = self._parts[device] = self._make(self._runtimes[device])
+        return part
+
+    def _by_device(self, sources: Mapping[int, Source]) -> dict[torch.device, dict[int, Source]]:
+        groups: dict[torch.device, dict[int, Source]] = {}
+        for extent, source in sources.items():
+            groups.setdefault(self._device_of(source), {})[extent] = source
+        return groups
+
+
+class _Gate:
+    """Calls `action` when it has been opened `count` times. For any thread."""
+
+    def __init__(self, count: int, action: Callable[[], None]) -> None:
+        self._left, self._action = count, action
+        self._lock = threading.Lock()
+
+    def open(self) -> None:
+        with self._lock:
+            self._left -= 1
+            last = self._left == 0
+        if last:
+            self._action()
+
+
+def _part_of(job: Job, sources: dict[int, Source], unlock: Callable[[], None]) -> Job:
+    versions = {extent: version for extent, version in job.versions.items() if extent in sources}
+    return dataclasses.replace(job, sources=sources, versions=versions, unlock=unlock)
+
+
+def _joined(parts: list[Staging]) -> Staging:
+    table: dict[ExtentKey, bytes | bytearray] = {}
+    for part in parts:
+        table.update(part.table)
+    return Staging(
+        table=table,
+        chunks=sum(part.chunks for part in parts),
+        changed_chunks=sum(part.changed_chunks for part in parts),
+        changed_bytes=sum(part.changed_bytes for part in parts),
+        staged_bytes=sum(part.staged_bytes for part in parts),
+    )
