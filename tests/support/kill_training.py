@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch._dynamo  # imported by the first optimizer otherwise, in every trainer anew
 from deltackpt_store.store import Store
 from torch import nn
 
