@@ -38,9 +38,10 @@ from deltackpt_store.store import Store
 from . import events, lifecycle
 from .baseline import Baseline, Baselines, proven_table
 from .capture import Capture
+from .cuda.split import SplitStager
 from .options import Options
 from .report import SaveProgress, SaveReport
-from .stage import HostStager, Job, Stager, Staging, versions_of
+from .stage import Job, Stager, Staging, versions_of
 from .writerlink import WriterLink
 
 _log = logging.getLogger("deltackpt")
@@ -74,6 +75,7 @@ class _Task:
     request: Request | None = None
     restored: Commit | None = None
     versions: dict[int, int] = dataclasses.field(default_factory=dict[int, int])
+    marks: Any = None
     taken: bool = False
     client: WriterClient | None = None
     save: int = 0
@@ -96,7 +98,7 @@ class SavePipeline:
     ) -> None:
         seed = secrets.randbits(64)
         self._store, self._options, self._observers = store, options, observers
-        self._stager = stager or HostStager(seed=seed, threads=options.threads)
+        self._stager = stager or SplitStager(seed=seed, threads=options.threads)
         self._link = WriterLink(
             store.path, options, seed, max_in_flight=MAX_IN_FLIGHT, on_result=self._on_result
         )
@@ -145,6 +147,7 @@ class SavePipeline:
         progress = SaveProgress(self._options.run, request.step, self._delivered, started)
         task = _Task(progress, self._deadline(), capture, request)
         task.versions = versions_of(capture.sources)
+        task.marks = self._stager.mark(capture.sources)
         self._accept(task)
         return progress
 
@@ -159,7 +162,9 @@ class SavePipeline:
             self.lineage_step = commit.step if commit.run == self._options.run else None
         if capture is not None:
             progress = SaveProgress(commit.run, commit.step, self._delivered, time.perf_counter())
-            self._accept(_Task(progress, self._deadline(), capture, restored=commit))
+            task = _Task(progress, self._deadline(), capture, restored=commit)
+            task.marks = self._stager.mark(capture.sources)
+            self._accept(task)
 
     def lock(self) -> None:
         """Wait until no live tensor is being read; the time counts as stall of the saves.
@@ -252,7 +257,7 @@ class SavePipeline:
     def _prepare_baseline(self, task: _Task, commit: Commit) -> None:
         capture = task.capture
         try:
-            chunks = self._stager.hash_all(capture.layout, capture.sources)
+            chunks = self._stager.hash_all(capture.layout, capture.sources, task.marks)
             table = proven_table(self._store, commit, chunks)
             with self._condition:
                 self._baselines.proven(table, commit)
@@ -287,6 +292,7 @@ class SavePipeline:
                 save=task.save, layout=capture.layout, sources=capture.sources,
                 table=baseline.table, versions=task.versions, deadline=task.deadline,
                 unlock=progress.mark_unlocked, cancelled=lambda: progress.is_done,
+                marks=task.marks,
             ),
             client,
         )  # fmt: skip
@@ -455,6 +461,7 @@ def _report(
         chunks=staging.chunks, changed_chunks=staging.changed_chunks,
         dedup_hits=int(stats["dedup_chunks"]), codecs=_codec_mix(stats),
         skipped=request.skipped, ring_bytes=client.slots_used * client.slot_bytes,
+        devices=staging.devices,
     )  # fmt: skip
 
 

@@ -17,6 +17,22 @@ from typing import Any
 from deltackpt_store.errors import DeltackptError, StateError
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class DeviceFigures:
+    """What one save asked of one device; docs/gpu.md has the formulas."""
+
+    launches: int
+    """Kernels launched."""
+    transfers: int
+    """Copies between device and host, in either direction."""
+    transferred_bytes: int
+    """Bytes of those copies."""
+    device_bytes: int
+    """Device memory held after the save, beyond the state."""
+    pinned_bytes: int
+    """Page-locked host memory held after the save, the ring's slots included."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SaveReport:
     """What one durable save did. Times in seconds, sizes in bytes."""
@@ -51,6 +67,8 @@ class SaveReport:
     """Saves dropped because others were in flight, since the save before this one."""
     ring_bytes: int
     """Memory of the staging ring in use so far by this run's saves."""
+    devices: dict[str, DeviceFigures] = dataclasses.field(default_factory=dict[str, DeviceFigures])
+    """For a state on GPUs: what each was asked to do, by name (``cuda:0``)."""
 
     def to_dict(self) -> dict[str, Any]:
         """The figures as plain values, for logs and JSON."""

@@ -15,7 +15,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -35,6 +35,7 @@ from .detect import (
     memory,
 )
 from .extents import Source
+from .report import DeviceFigures
 
 RECORD = struct.Struct("<IIII16s")
 """One staged chunk as the writer expects it: extent, chunk, offset, length, change hash."""
@@ -79,6 +80,8 @@ class Job:
     """Called once, on any thread, when no live memory will be read any more."""
     cancelled: Callable[[], bool]
     """Whether the save has been given up and staging may end early."""
+    marks: Any = None
+    """What :meth:`Stager.mark` returned at the call of `save`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,10 +93,18 @@ class Staging:
     changed_chunks: int
     changed_bytes: int
     staged_bytes: int
+    devices: dict[str, DeviceFigures] = dataclasses.field(default_factory=dict[str, DeviceFigures])
 
 
 class Stager(Protocol):
-    """Turns sources into staged chunks. Used by one staging thread."""
+    """Turns sources into staged chunks. Used by one staging thread, except :meth:`mark`."""
+
+    def mark(self, sources: Mapping[int, Source]) -> Any:
+        """Training thread, right after capture: where its device streams are now (microseconds).
+
+        The staging thread's `stage` or `hash_all` of these sources is given the result.
+        """
+        ...
 
     def stage(self, job: Job, ring: Ring) -> Staging:
         """Stage one save; on return every byte is in the ring and every slot is sent.
@@ -104,7 +115,7 @@ class Stager(Protocol):
         ...
 
     def hash_all(
-        self, layout: Layout, sources: Mapping[int, Source]
+        self, layout: Layout, sources: Mapping[int, Source], marks: Any = None
     ) -> Iterator[tuple[ExtentKey, int, bytes, memoryview]]:
         """(extent key, chunk index, change hash, private copy of the bytes) of every chunk."""
         ...
@@ -200,6 +211,9 @@ class HostStager:
         self._workers = Workers(threads)
         self._plan: LayoutPlan | None = None
 
+    def mark(self, sources: Mapping[int, Source]) -> None:
+        """Host memory has no streams."""
+
     def stage(self, job: Job, ring: Ring) -> Staging:
         plan = self._plan_for(job.layout, job.sources)
         run = _Run(job, plan, self._seed, ring)
@@ -212,7 +226,7 @@ class HostStager:
         )  # fmt: skip
 
     def hash_all(
-        self, layout: Layout, sources: Mapping[int, Source]
+        self, layout: Layout, sources: Mapping[int, Source], marks: Any = None
     ) -> Iterator[tuple[ExtentKey, int, bytes, memoryview]]:
         plan = self._plan_for(layout, sources)
         scratch = bytearray(max((spec.chunk_bytes for spec in layout.extents), default=0))

@@ -13,6 +13,7 @@ from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
+from deltackpt_store.errors import StateError
 
 from .specs import KernelSpec, kernel_specs
 
@@ -102,7 +103,16 @@ class CudaRuntime:
             return torch.cuda.Stream(device=self.device)
 
     def mark(self) -> torch.cuda.Event:
-        return self.record(torch.cuda.current_stream(self.device))
+        """Raises `StateError` while the current stream records a CUDA graph."""
+        stream = torch.cuda.current_stream(self.device)
+        with torch.cuda.device(self.device):
+            if torch.cuda.is_current_stream_capturing():
+                raise StateError(
+                    f"a save was called while a CUDA graph is being captured on {self.device}",
+                    kind="capturing",
+                    hint="save between replays, outside of the capture",
+                )
+        return self.record(stream)
 
     def record(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
         with torch.cuda.device(self.device):

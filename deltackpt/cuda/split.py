@@ -15,6 +15,7 @@ from deltackpt_store.manifest import Layout
 from deltackpt_store.protocol import ExtentKey
 
 from ..extents import Source
+from ..report import DeviceFigures
 from ..stage import HostStager, Job, Ring, Staging
 from .fallback import CopyStager
 from .hasher import Counters
@@ -96,11 +97,6 @@ class SplitStager:
         self._runtimes: dict[torch.device, Runtime] = {}
         self._parts: dict[torch.device, DevicePart] = {}
 
-    @property
-    def counters(self) -> dict[str, Counters]:
-        """What each device was asked to do and holds, by device name."""
-        return {str(device): part.counters for device, part in tuple(self._parts.items())}
-
     def mark(self, sources: Mapping[int, Source]) -> Mapping[torch.device, Any]:
         """For the training thread, right after capture: where its streams are now.
 
@@ -123,6 +119,7 @@ class SplitStager:
         gate = _Gate(len(groups), job.unlock)
         jobs = {device: _part_of(job, sources, gate.open) for device, sources in groups.items()}
         parts = {device: self._part(device) for device in jobs if device != HOST}
+        before = {device: dataclasses.replace(part.counters) for device, part in parts.items()}
         results: list[Staging] = []
         try:
             started = {
@@ -137,13 +134,17 @@ class SplitStager:
             for part in parts.values():
                 part.abandon()
             raise
-        return _joined(results)
+        figures = {
+            str(device): _difference(before[device], part.counters)
+            for device, part in parts.items()
+        }
+        return dataclasses.replace(_joined(results), devices=figures)
 
     def hash_all(
         self,
         layout: Layout,
         sources: Mapping[int, Source],
-        marks: Mapping[torch.device, Any],
+        marks: Any = None,
     ) -> Iterator[tuple[ExtentKey, int, bytes, memoryview]]:
         for device, group in self._by_device(sources).items():
             if device == HOST:
@@ -188,6 +189,16 @@ class _Gate:
 def _part_of(job: Job, sources: dict[int, Source], unlock: Callable[[], None]) -> Job:
     versions = {extent: version for extent, version in job.versions.items() if extent in sources}
     return dataclasses.replace(job, sources=sources, versions=versions, unlock=unlock)
+
+
+def _difference(before: Counters, after: Counters) -> DeviceFigures:
+    return DeviceFigures(
+        launches=after.launches - before.launches,
+        transfers=after.transfers - before.transfers,
+        transferred_bytes=after.transferred_bytes - before.transferred_bytes,
+        device_bytes=after.device_bytes,
+        pinned_bytes=after.pinned_bytes,
+    )
 
 
 def _joined(parts: list[Staging]) -> Staging:
