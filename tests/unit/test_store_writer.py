@@ -32,7 +32,7 @@ from deltackpt_store.fileio import Buffer, FileIO
 from deltackpt_store.index import MemoryIndex
 from deltackpt_store.io_thread import IoThread
 from deltackpt_store.lmdb_index import open_index
-from deltackpt_store.manifest import Commit, ExtentSpec, Layout, Manifest, Snapshot
+from deltackpt_store.manifest import Commit, ExtentSpec, Layout, Manifest, Snapshot, TensorView
 from deltackpt_store.manifest_io import decode_commit, digest_of, to_base
 from deltackpt_store.pack_writer import PackWriter
 from deltackpt_store.store import Store
@@ -127,8 +127,11 @@ def read(store: Store, put: Put, size: int) -> bytes:
 
 
 def layout(sizes: Sequence[int]) -> Layout:
+    sizes = [max(size, 513) for size in sizes]  # smaller ones would have to be inline
     extents = tuple(ExtentSpec(size, 1 << 26, "uint8") for size in sizes)
-    return Layout(structure=b"\xc0", paths=(), tensors=(), extents=extents, objects=())
+    views = tuple(TensorView(n, n, "uint8", (size,), (1,), 0) for n, size in enumerate(sizes))
+    paths = tuple(map(str, range(len(sizes))))
+    return Layout(structure=b"\xc0", paths=paths, tensors=views, extents=extents, objects=())
 
 
 def base_manifest(puts: Sequence[Put], sizes: Sequence[int]) -> Manifest:
