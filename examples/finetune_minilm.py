@@ -22,7 +22,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import torch
-from transformers import BertForMaskedLM, BertTokenizerFast, logging as transformers_logging
+from transformers import BertForMaskedLM, BertTokenizerFast
+from transformers import logging as transformers_logging
 
 import deltackpt
 

@@ -1,6 +1,6 @@
 """The whole hook in a plain training loop. Run it, kill it at any time, run it again.
 
-    python examples/plain_loop.py runs/example
+python examples/plain_loop.py runs/example
 """
 
 import sys
@@ -24,7 +24,8 @@ ckpt = deltackpt.Checkpointer(
 )
 with ckpt:
     last = ckpt.restore()  # the newest step that verifies, or None on a fresh run
-    for step in range(last.step + 1 if last else 0, steps):
+    first = last.step + 1 if last else 0
+    for step in range(first, steps):
         x = torch.randn(32, 64)
         loss = (model(x) - x.flip(1)).square().mean()
         optimizer.zero_grad()
@@ -32,4 +33,4 @@ with ckpt:
         optimizer.step()
         scheduler.step()
         ckpt.step(step, metrics={"loss": loss.item()})  # saves when due, returns at once
-print(f"started at step {last.step + 1 if last else 0}, ended with loss {loss.item():.6f}")
+print(f"trained steps {first} to {steps - 1}" if first < steps else "nothing left to train")

@@ -1,6 +1,6 @@
 """Stall, durable time, bytes, restore time and memory of checkpointers, side by side in one run.
 
-    python tools/bench.py [--size MB] [--saves N] [--rounds N] [--states ...] [--peers ...] [-o FILE]
+    python tools/bench.py [--size MB] [--saves N] [--rounds N] [--states ...] [--peers ...]
     python tools/bench.py --slowdown [--size MB]
 
 Every (state, peer) pair runs in a process of its own, the peers taking turns within each round, so
@@ -12,6 +12,8 @@ that ratios hold when the machine's speed drifts; figures are medians over all s
 `restore`   seconds to put the last step into a fresh model and optimizer, from the page cache
 `memory`    peak growth of the proportional set size (process and children) while saving
 """
+
+# pyright: basic
 
 from __future__ import annotations
 
@@ -29,9 +31,6 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
-
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))
 
 import torch
 from bench_peers import PEERS, Peer, tree_bytes
@@ -88,7 +87,7 @@ def compute(seconds: float) -> None:
     a = torch.randn(512, 512)
     until = time.perf_counter() + seconds
     while time.perf_counter() < until:
-        a @ a
+        torch.mm(a, a)
 
 
 def measure(state: State, peer: Peer, build: Any, saves: int, folder: Path) -> dict[str, Any]:
@@ -138,7 +137,7 @@ def slowdown(state: State, peer: Peer, every: int, steps: int, seconds: float) -
     """Blocks of steps without and with saving, in turn; the ratio of their times."""
     a = torch.randn(2048, 2048)
     began = time.perf_counter()
-    a @ a
+    torch.mm(a, a)
     products = max(1, round(seconds / (time.perf_counter() - began)))
     number = 0
 
@@ -147,7 +146,7 @@ def slowdown(state: State, peer: Peer, every: int, steps: int, seconds: float) -
         began = time.perf_counter()
         for _ in range(steps):
             for _ in range(products):
-                a @ a
+                torch.mm(a, a)
             peer.before_update()
             state.advance()
             number += 1
@@ -172,8 +171,10 @@ def worker(arguments: argparse.Namespace) -> None:
 
     warnings.simplefilter("ignore")
     folder = Path(arguments.folder)
+
     def build() -> State:
         return STATES[arguments.state](arguments.size * 1_000_000)
+
     state = build()
     peer = PEERS[arguments.peer](folder, state)
     if arguments.slowdown:
@@ -181,8 +182,7 @@ def worker(arguments: argparse.Namespace) -> None:
         result = slowdown(state, peer, every, max(10, every), 1.0)
     else:
         result = measure(state, peer, build, arguments.saves, folder)
-    result["state_bytes"] = sum(
-        t.nbytes for t in _tensors(state.state_dict()))
+    result["state_bytes"] = sum(t.nbytes for t in _tensors(state.state_dict()))
     print(json.dumps(result))
 
 
@@ -199,7 +199,9 @@ def run_one(arguments: argparse.Namespace, state: str, peer: str) -> dict[str, A
     folder = Path(tempfile.mkdtemp(prefix="bench-", dir=arguments.dir))
     command = [sys.executable, __file__, "--worker", "--state", state, "--peer", peer,
                "--size", str(arguments.size), "--saves", str(arguments.saves),
-               "--folder", str(folder), *(["--slowdown"] if arguments.slowdown else [])]  # fmt: skip
+               "--folder", str(folder)]  # fmt: skip
+    if arguments.slowdown:
+        command.append("--slowdown")
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=900)
     finally:
@@ -219,9 +221,11 @@ def table(results: dict[str, dict[str, list[dict[str, Any]]]]) -> str:
                   "| restore s | memory MB | bit-exact |",
                   "|---|---|---|---|---|---|---|---|---|"]  # fmt: skip
         for peer, runs in peers.items():
+
             def middle(key: str, runs: list[dict[str, Any]] = runs) -> float:
-                values = [v for r in runs for v in (r[key] if isinstance(r[key], list) else [r[key]])]
-                return statistics.median(values)
+                lists = [r[key] if isinstance(r[key], list) else [r[key]] for r in runs]
+                return statistics.median(value for values in lists for value in values)
+
             lines.append(
                 f"| {peer} | {middle('stall'):.4f} | {middle('first_stall'):.3f} "
                 f"| {middle('durable'):.3f} | {middle('first_durable'):.3f} "
@@ -241,7 +245,7 @@ def slowdown_table(results: dict[str, dict[str, list[dict[str, Any]]]]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--size", type=int, default=600, help="state size in MB")
     parser.add_argument("--saves", type=int, default=3, help="saves per figure, process and round")
     parser.add_argument("--rounds", type=int, default=2)

@@ -4,15 +4,16 @@ All of them end durable: where a peer does not fsync what it wrote, the benchmar
 the time as that peer's durable time.
 """
 
+# pyright: basic, reportPrivateImportUsage=false
+
 from __future__ import annotations
 
 import os
 import shutil
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from bench_states import State
@@ -96,7 +97,7 @@ class DcpAsync(DcpSave):
         if not dist.is_initialized():
             dist.init_process_group("gloo", rank=0, world_size=1,
                                     store=dist.HashStore())  # fmt: skip
-        self.future: Future[Any] | None = None
+        self.future: Any = None
         self.step = 0
 
     def options(self) -> dict[str, Any]:
@@ -175,7 +176,7 @@ class PlainWrite(Safetensors):
         self.path(step).mkdir()
         with open(self.path(step) / "raw", "wb", buffering=0) as file:
             for tensor in self._named(self.state).values():
-                data = memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+                data = memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy().data)
                 while len(data):
                     data = data[file.write(data) :]
             os.fsync(file.fileno())
@@ -184,7 +185,7 @@ class PlainWrite(Safetensors):
     def restore(self, target: State, step: int) -> None:
         with open(self.path(step) / "raw", "rb", buffering=0) as file, torch.no_grad():
             for tensor in self._named(target).values():
-                data = memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+                data = memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy().data)
                 while len(data):
                     data = data[file.readinto(data) :]
 
@@ -216,7 +217,7 @@ class Moonclip(Peer):
 class Deltackpt(Peer):
     """`overlap=True` as it comes; the optimizer's pre-hook is the lock."""
 
-    options: dict[str, Any] = {}
+    options: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, folder: Path, state: State) -> None:
         super().__init__(folder, state)
@@ -251,7 +252,7 @@ class Deltackpt(Peer):
 
 
 class DeltackptEager(Deltackpt):
-    options = {"overlap": False}
+    options: ClassVar[dict[str, Any]] = {"overlap": False}
 
 
 PEERS: dict[str, Callable[[Path, State], Peer]] = {

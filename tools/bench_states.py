@@ -4,6 +4,8 @@ Each state is real: a module and its optimizer, moved by real optimizer steps wi
 (`unchanged` and `one-percent` are moved by hand). Sizes are in bytes of model plus optimizer.
 """
 
+# pyright: basic
+
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -9,6 +9,8 @@ uninterrupted run have the same Merkle root, that is, the same weights, optimize
 position and random-number state, bit for bit.
 """
 
+# pyright: basic
+
 from __future__ import annotations
 
 import argparse
@@ -24,7 +26,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from deltackpt_store import Store, verify
+from deltackpt_store import Store
+from deltackpt_store.verify import verify
 
 HERE = Path(__file__).resolve().parent
 SCRIPT = HERE.parent / "examples" / "finetune_minilm.py"
@@ -96,12 +99,14 @@ class Phase:
               f"stall {milliseconds(first['stall_seconds']):>7}   "
               f"durable after {milliseconds(first['durable_seconds'])}")  # fmt: skip
         if later:
+
             def middle(key: str) -> float:
                 return statistics.median(r[key] for r in later)
+
             print(f"  later saves  wrote {size(middle('written_bytes')):>9}   "
                   f"stall {milliseconds(middle('stall_seconds')):>7}   "
                   f"staged after {milliseconds(middle('staged_seconds'))}   "
-                  f"durable after {milliseconds(middle('durable_seconds'))}   (medians)")  # fmt: skip
+                  f"durable after {milliseconds(middle('durable_seconds'))} (medians)")  # fmt: skip
             total = sum(r["written_bytes"] for r in self.reports)
             full = sum(r["state_bytes"] for r in self.reports)
             print(f"  written in all {size(total)}; full saves would have written {size(full)}"
@@ -115,7 +120,7 @@ def children(pid: int) -> list[int]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--store", type=Path, default=HERE.parent / ".demo" / "store")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--every", type=int, default=3)
@@ -153,8 +158,9 @@ def main() -> int:
     print("\n4. Verification")
     began = time.perf_counter()
     report = verify(store, level="chunks")
+    verdict = "ok" if report.ok else "DAMAGED"
     print(f"  every chunk of every step re-read and checked in "
-          f"{milliseconds(time.perf_counter() - began)}: {'ok' if report.ok else 'DAMAGED'}")  # fmt: skip
+          f"{milliseconds(time.perf_counter() - began)}: {verdict}")  # fmt: skip
     ours, theirs = store.head("main"), store.head("reference")
     print(f"  resumed run        step {ours.step}  Merkle root {ours.root.hex()}")
     print(f"  uninterrupted run  step {theirs.step}  Merkle root {theirs.root.hex()}")

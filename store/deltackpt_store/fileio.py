@@ -12,6 +12,7 @@ the kernel may have dropped the dirty pages while marking them clean (Rebello et
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 from collections.abc import Sequence
@@ -161,7 +162,7 @@ def publish_bytes(io: FileIO, path: str, data: Buffer | Sequence[Buffer]) -> Non
 
     Raises ``FileExistsError`` when `path` exists; leaves no temporary file on any error.
     """
-    buffers = [data] if isinstance(data, (bytes, bytearray, memoryview)) else data
+    buffers: Sequence[Buffer] = [data] if isinstance(data, (bytes, bytearray, memoryview)) else data
     directory, name = os.path.split(path)
     temporary = os.path.join(directory, temporary_name(name))
     handle = io.create(temporary)
@@ -190,7 +191,5 @@ def temporary_name(name: str) -> str:
 
 def discard(io: FileIO, path: str) -> None:
     """Best-effort removal of a temporary file; a leftover is reclaimed by garbage collection."""
-    try:
+    with contextlib.suppress(OSError):
         io.unlink(path)
-    except OSError:
-        pass
