@@ -13,6 +13,8 @@ the kernel may have dropped the dirty pages while marking them clean (Rebello et
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import os
 import secrets
 from collections.abc import Sequence
@@ -86,6 +88,29 @@ class FileIO:
     def rmdir(self, path: str) -> None:
         os.rmdir(path)
 
+    # locks ---------------------------------------------------------------------------------
+
+    def lock(self, path: str, *, create: bool = False) -> int:
+        """Lock the file at `path` for this handle alone, until it is closed or the process dies.
+
+        Never waits: ``BlockingIOError`` while somebody else holds it. `create` makes the file when
+        it does not exist. On return the file locked is the one that `path` names. The handle can
+        be written to. Other errors, ENOLCK and ENOTSUP among them, say that there is no lock.
+        """
+        flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0)
+        while True:
+            handle = os.open(path, flags, 0o666)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if _names(path, handle):
+                    return handle
+            except OSError as error:
+                os.close(handle)
+                if error.errno == errno.EACCES:
+                    raise BlockingIOError(errno.EAGAIN, "locked by somebody else", path) from None
+                raise
+            os.close(handle)  # removed, or made anew, before the lock was had: look again
+
     # reading -------------------------------------------------------------------------------
 
     def open(self, path: str) -> int:
@@ -125,6 +150,16 @@ class FileIO:
         return status.f_bavail * status.f_frsize
 
 
+def _names(path: str, handle: int) -> bool:
+    """Whether `path` still leads to the open file."""
+    try:
+        there = os.stat(path)
+    except FileNotFoundError:
+        return False
+    mine = os.fstat(handle)
+    return (there.st_dev, there.st_ino) == (mine.st_dev, mine.st_ino)
+
+
 class HasIO(Protocol):
     io: FileIO
 
@@ -157,7 +192,7 @@ def make_directories(io: FileIO, path: str) -> None:
         io.sync_directory(os.path.dirname(directory))
 
 
-def publish_bytes(io: FileIO, path: str, data: Buffer | Sequence[Buffer]) -> None:
+def publish_bytes(io: FileIO, path: str, data: Buffer | list[Buffer]) -> None:
     """Create `path` with `data`, durable on return, whole or not at all, never overwriting.
 
     Raises ``FileExistsError`` when `path` exists; leaves no temporary file on any error.
