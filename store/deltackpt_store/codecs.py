@@ -1,12 +1,16 @@
-"""Encodings of chunks: the registry, the built-in ones, and the choice among them.
+"""Encodings of chunks: the registry, the built-in ones, and the plain choice without a reference.
 
 An encoding never changes identity: a chunk's id is the hash of its raw bytes, and the reader
 checks it after decoding. Codec ids are part of the format and never reused:
 
-    0  raw           the chunk's bytes
-    1  grouped-lz4   bytes grouped by significance, then one LZ4 block. Parameters: 1 byte, the
-                     element width w. The grouped form is byte 0 of every element, then byte 1
-                     of every element, ..., then the ``length % w`` bytes left over.
+    0  raw     the chunk's bytes
+    1  planes  byte planes, each stored raw, as a constant, or compressed  (coding/planes.py)
+    2  delta   the same of the zig-zag integer difference to one reference  (coding/planes.py)
+    3  sparse  positions and differences of the elements that differ from one reference
+               (coding/sparse.py)
+
+What is tried for a chunk that resembles an earlier one is decided in
+:mod:`deltackpt_store.coding_policy`.
 """
 
 from __future__ import annotations
@@ -15,21 +19,24 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import lz4.block
-import numpy as np
-from numpy.typing import NDArray
-
+from deltackpt_store.coding.elements import element_width as element_width
+from deltackpt_store.coding.planes import decode_delta, decode_planes, encode_planes
+from deltackpt_store.coding.sparse import decode_sparse
+from deltackpt_store.coding.streams import Entropy
 from deltackpt_store.errors import CorruptionError, InvalidInputError, UnsupportedFormatError
 from deltackpt_store.fileio import Buffer
 
 RAW = 0
-GROUPED_LZ4 = 1
+PLANES = 1
+DELTA = 2
+SPARSE = 3
 
 MODES = ("auto", "fast", "small", "none")
 
-_SMALL = 4096  # below this an attempt costs more than it can save
-_SAMPLE = 4096
-_KEEP = 0.95  # an encoding must save at least 5 %
+WORTH = 0.97
+"""An encoding that takes more than this share of the raw bytes is not worth decoding."""
+
+_SMALL = 4096  # below this an attempt without a reference costs more than it can save
 
 Decode = Callable[[bytes, memoryview, memoryview, Sequence[memoryview]], None]
 
@@ -67,6 +74,11 @@ def register(codec: Codec) -> None:
     _codecs[codec.id] = codec
 
 
+def registered() -> tuple[Codec, ...]:
+    """All codecs that this release can decode, by id."""
+    return tuple(_codecs[number] for number in sorted(_codecs))
+
+
 def is_known(codec: int) -> bool:
     return codec in _codecs
 
@@ -86,9 +98,10 @@ def decode(
 ) -> None:
     """Decode `payload` into `out`, which has exactly the chunk's raw length, in bytes.
 
-    Writes all of `out` and nothing else. Raises CorruptionError when the payload does not decode
-    to exactly ``len(out)`` bytes, UnsupportedFormatError for an unknown codec. What `out` holds
-    after an error is undefined. The caller checks the chunk id afterwards.
+    Writes all of `out` and nothing else; memory beyond it is bounded by a few times its length.
+    Raises CorruptionError when the payload does not decode to exactly ``len(out)`` bytes,
+    UnsupportedFormatError for an unknown codec. What `out` holds after an error is undefined. The
+    caller checks the chunk id afterwards. May be called from any thread.
     """
     known = _codecs.get(codec)
     if known is None:
@@ -99,105 +112,43 @@ def decode(
     known.decode(params, payload, out, references)
 
 
-def choose(raw: memoryview, dtype: str = "uint8", mode: str = "auto") -> Encoded:
-    """Encode one chunk without a reference: raw, or grouped + LZ4 when that saves at least 5 %.
-
-    The result is never larger than raw. A raw result holds `raw` itself, not a copy: the caller
-    keeps the buffer unchanged until the payload was written. `dtype` names the element type and
-    only guides the choice; any length is fine. Whether encoding pays is judged on a sample of a
-    large chunk first.
-    """
+def check_mode(mode: str) -> None:
+    """Raise InvalidInputError unless `mode` is one of `MODES`."""
     if mode not in MODES:
-        raise InvalidInputError(f"codec must be one of {', '.join(MODES)}, not {mode!r}")
+        raise InvalidInputError(
+            f"codec must be one of {', '.join(MODES)}, not {mode!r}", option="codec"
+        )
+
+
+def choose(raw: memoryview, dtype: str = "uint8", mode: str = "auto") -> Encoded:
+    """Encode one chunk without a reference: raw, or byte planes when they save at least 3 %.
+
+    The result is never larger than raw. A raw result holds `raw` itself, not a copy, and a coded
+    one may refer to its bytes: the caller keeps the buffer unchanged until the payload was
+    written. `dtype` names the element type and only guides the choice; any length is fine. Noise
+    costs little: both entropy coders give up on it within 10 GB/s.
+    """
+    check_mode(mode)
     if mode != "none" and len(raw) > _SMALL:
         width = element_width(dtype)
-        if _sample_pays(raw, width):
-            payload = _compress(raw, width)
-            if len(payload) + 1 <= len(raw) * _KEEP:
-                return Encoded(GROUPED_LZ4, bytes((width,)), (), [payload])
+        entropy: Entropy = "lz4" if mode == "fast" else "zstd"
+        coded = encode_planes(raw, width, entropy)
+        if coded.stored <= len(raw) * WORTH:
+            return Encoded(PLANES, coded.params, (), coded.payload)
     return Encoded(RAW, b"", (), [raw])
-
-
-def element_width(dtype: str) -> int:
-    """Bytes per scalar of a dtype by name (1, 2, 4 or 8); 1 where the name says nothing.
-
-    Complex types count as pairs of their real type. A wrong width costs compression, nothing else.
-    """
-    name, _, _ = dtype.partition("_")
-    bits = name[len(name.rstrip("0123456789")) :]
-    if name.startswith("complex"):
-        return {"32": 2, "64": 4, "128": 8}.get(bits, 1)
-    return {"16": 2, "32": 4, "64": 8}.get(bits, 1)
-
-
-def _sample_pays(raw: memoryview, width: int) -> bool:
-    if len(raw) <= 4 * _SAMPLE:
-        return True
-    middle = len(raw) // 2 & ~7
-    last = (len(raw) - _SAMPLE) & ~7
-    taken = packed = 0
-    for start in (0, middle, last):
-        piece = raw[start : start + _SAMPLE]
-        taken += len(piece)
-        packed += len(_compress(piece, width))
-    return packed <= taken * _KEEP
-
-
-def _compress(raw: memoryview, width: int) -> bytes:
-    data = raw if width == 1 else _group(np.frombuffer(raw, np.uint8), width).data
-    return lz4.block.compress(data, store_size=False)
-
-
-def _group(data: NDArray[np.uint8], width: int) -> NDArray[np.uint8]:
-    count = len(data) // width
-    body = count * width
-    out = np.empty(len(data), np.uint8)
-    elements = data[:body].reshape(count, width)
-    planes = out[:body].reshape(width, count)
-    for k in range(width):
-        planes[k] = elements[:, k]
-    out[body:] = data[body:]
-    return out
 
 
 def _decode_raw(
     params: bytes, payload: memoryview, out: memoryview, references: Sequence[memoryview]
 ) -> None:
     if params or references or len(payload) != len(out):
-        raise _damaged("raw")
+        raise CorruptionError(
+            "a stored raw payload does not have the chunk's length", kind="payload"
+        )
     out[:] = payload
 
 
-def _decode_grouped_lz4(
-    params: bytes, payload: memoryview, out: memoryview, references: Sequence[memoryview]
-) -> None:
-    if len(params) != 1 or params[0] not in (1, 2, 4, 8) or references or not len(out):
-        raise _damaged("grouped-lz4")
-    width = params[0]
-    try:
-        data = lz4.block.decompress(payload, uncompressed_size=len(out))
-    except lz4.block.LZ4BlockError as error:
-        raise _damaged("grouped-lz4") from error
-    if len(data) != len(out):
-        raise _damaged("grouped-lz4")
-    if width == 1:
-        out[:] = data
-        return
-    count = len(out) // width
-    body = count * width
-    planes = np.frombuffer(data, np.uint8, body).reshape(width, count)
-    target = np.frombuffer(out, np.uint8)
-    elements = target[:body].reshape(count, width)
-    for k in range(width):
-        elements[:, k] = planes[k]
-    out[body:] = data[body:]
-
-
-def _damaged(name: str) -> CorruptionError:
-    return CorruptionError(
-        f"a stored {name} payload does not decode to the chunk's length", kind="payload"
-    )
-
-
 register(Codec(RAW, "raw", _decode_raw))
-register(Codec(GROUPED_LZ4, "grouped-lz4", _decode_grouped_lz4))
+register(Codec(PLANES, "planes", decode_planes))
+register(Codec(DELTA, "delta", decode_delta))
+register(Codec(SPARSE, "sparse", decode_sparse))

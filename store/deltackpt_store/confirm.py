@@ -10,7 +10,13 @@ from deltackpt_store import codecs
 from deltackpt_store.errors import CorruptionError, DeltackptError
 from deltackpt_store.fileio import FileIO
 from deltackpt_store.index import ChunkIndex
-from deltackpt_store.pack import Location, check_payload, pack_path, read_record_head
+from deltackpt_store.pack import (
+    Location,
+    RecordHead,
+    check_payload,
+    pack_path,
+    read_record_head,
+)
 
 MAX_DEPTH = 8
 """References of references that a reader follows."""
@@ -71,11 +77,7 @@ class Confirmer:
 
     def content(self, chunk_id: bytes, location: Location) -> bytearray:
         """Read and decode the chunk, to compare bytes (OSError, CorruptionError)."""
-        handle, _ = self._open(location.pack)
-        head = read_record_head(self._io, handle, location.offset, location.pack)
-        payload = bytearray(head.stored)
-        got = self._io.read_into(handle, [payload], location.payload)
-        check_payload(head, memoryview(payload)[:got], location.pack)
+        head, payload = self.record(chunk_id, location)
         references: list[memoryview] = []
         for ref in head.refs:
             where = self.find(ref, 1)
@@ -83,8 +85,22 @@ class Confirmer:
                 raise CorruptionError(f"reference {ref.hex()} is missing", kind="missing-chunk")
             references.append(memoryview(self.content(ref, where)))
         out = bytearray(head.raw)
-        codecs.decode(head.codec, head.params, memoryview(payload), memoryview(out), references)
+        codecs.decode(head.codec, head.params, payload, memoryview(out), references)
         return out
+
+    def record(self, chunk_id: bytes, location: Location) -> tuple[RecordHead, memoryview]:
+        """Head and payload, unchanged since they were written (OSError, CorruptionError).
+
+        `location` must be one that :meth:`find` returned for this chunk.
+        """
+        handle, _ = self._open(location.pack)
+        head = read_record_head(self._io, handle, location.offset, location.pack)
+        if (head.id, head.stored, head.raw) != (chunk_id, location.stored, location.raw):
+            raise CorruptionError("another record lies there", kind="index")
+        payload = memoryview(bytearray(head.stored))
+        got = self._io.read_into(handle, [payload], location.payload)
+        check_payload(head, payload[:got], location.pack)
+        return head, payload
 
     def forget(self, chunk_id: bytes) -> None:
         """Confirm this chunk anew at the next look-up."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 
@@ -27,6 +28,8 @@ class IoThread:
         self._stopping = False
         self._thread: threading.Thread | None = None
         self.error: BaseException | None = None
+        self.busy_seconds = 0.0
+        """Wall time spent in jobs so far."""
 
     def submit(self, job: Job) -> None:
         """Queue `job`; once a job has failed, do nothing (the failure is raised by `drain`)."""
@@ -94,6 +97,7 @@ class IoThread:
 
     def _run(self, job: Job) -> None:
         if self.error is None:
+            began = time.perf_counter()
             try:
                 job()
             except BaseException as error:  # handed to the owner by drain
@@ -101,3 +105,5 @@ class IoThread:
                 with self._changed:
                     self._jobs.clear()
                     self._changed.notify_all()
+            finally:
+                self.busy_seconds += time.perf_counter() - began

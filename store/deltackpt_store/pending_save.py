@@ -26,6 +26,8 @@ class PendingSave:
         self._changed = _Figure()
         self._dedup = _Figure()
         self._stored: dict[int, _Figure] = {}  # by codec
+        self._by_extent: dict[int, dict[int, int]] = {}  # raw bytes by extent and codec
+        self._names: list[str] | None = None
 
     def spec(self, extent: int, chunk: int, length: int) -> ExtentSpec:
         """The extent of a staged chunk. Raises `InvalidInputError` unless the layout has it."""
@@ -48,9 +50,11 @@ class PendingSave:
             self._changed.add(length)
         if put.written:
             self._stored.setdefault(put.codec, _Figure()).add(length, put.written)
+            mix = self._by_extent.setdefault(extent, {})
+            mix[put.codec] = mix.get(put.codec, 0) + length
         else:
             self._dedup.add(length)
-        self.table.set(extent, chunk, put.id, packs)
+        self.table.set(extent, chunk, put.id, packs, base=not put.refs)
 
     def check_complete(self, message: Finish) -> None:
         """Raise `InvalidInputError` unless all that the layout promises is there, and no more."""
@@ -85,7 +89,9 @@ class PendingSave:
 
     def extent_name(self, extent: int) -> str:
         """Path of the first tensor that views the extent."""
-        return extent_keys(self.table.layout)[extent][0]
+        if self._names is None:
+            self._names = [key[0] for key in extent_keys(self.table.layout)]
+        return self._names[extent]
 
     def stats(self, message: Finish) -> dict[str, float]:
         """What the commit records: the trainer's counters, and the writer's own figures."""
@@ -108,6 +114,11 @@ class PendingSave:
             stats[f"{name}.chunks"] = figure.chunks
             stats[f"{name}.raw_bytes"] = figure.bytes
             stats[f"{name}.written_bytes"] = figure.written
+        stats["tensors.skip"] = sum(not spec.inline for spec in layout.extents)
+        for mix in self._by_extent.values():
+            mode = f"tensors.{codecs.name_of(max(mix, key=mix.__getitem__))}"
+            stats[mode] = stats.get(mode, 0) + 1
+            stats["tensors.skip"] -= 1
         return {name: float(value) for name, value in stats.items()}
 
 

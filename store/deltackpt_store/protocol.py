@@ -47,14 +47,17 @@ class WriterOptions(msgspec.Struct, frozen=True, kw_only=True):
     """How the writer works; all fields have defaults that suit an ordinary run.
 
     `lock_timeout` (seconds) bounds the wait for an earlier writer of the same run that is still
-    finishing; `nice` is added to the writer process's niceness; `create` makes the store when the
-    path does not exist; `versions` (of packages) are recorded in every commit.
+    finishing; `nice` is added to the writer process's niceness; `shadow` keeps the chunks that
+    later ones are coded against in memory, up to the size of the state, instead of reading them
+    from the store; `create` makes the store when the path does not exist; `versions` (of packages)
+    are recorded in every commit.
     """
 
     codec: str = "auto"
     pack_bytes: int = 64 * 1024 * 1024
     lock_timeout: float = 60.0
     nice: int = 0
+    shadow: bool = False
     create: bool = True
     versions: dict[str, str] = {}
 

@@ -35,6 +35,8 @@ class Mailbox:
         self._sending = threading.Lock()
         self.gone = threading.Event()
         """Set when the trainer is gone: nothing that is sent will be read any more."""
+        self.begun = 0
+        """Saves whose beginning has arrived."""
         self._thread = threading.Thread(target=self._receive, name="deltackpt-inbox", daemon=True)
         self._thread.start()
 
@@ -67,6 +69,7 @@ class Mailbox:
     def _receive(self) -> None:
         try:
             while (message := self._channel.receive_as_writer()) is not None:
+                self.begun += isinstance(message, protocol.Begin)
                 self._inbox.put(message)
         except DeltackptError as error:
             self._inbox.put(error)
@@ -133,10 +136,14 @@ def serve(
 
 
 def _loop(mailbox: Mailbox, session: RunWriter) -> None:
+    handled = 0
     while True:
         message = mailbox.get()
         if message is None or isinstance(message, protocol.Close):
             return
+        handled += isinstance(message, protocol.Begin)
+        if mailbox.begun > handled and isinstance(message, protocol.Slot):
+            session.hurry()
         session.handle(message)
         if mailbox.idle():
             session.relieve()

@@ -34,7 +34,7 @@ from deltackpt_store.publisher import Publisher
 from deltackpt_store.ring import Ring
 from deltackpt_store.runlock import RunLock
 from deltackpt_store.store import Store
-from deltackpt_store.store_writer import Put, StoreWriter
+from deltackpt_store.store_writer import Chunk, Put, StoreWriter
 from deltackpt_store.tables import ChunkTable, packs_of
 
 _log = logging.getLogger("deltackpt.writer")
@@ -63,8 +63,9 @@ class RunWriter:
         self._lock = lock
         self._send = send
         self._writer = StoreWriter(
-            store, codec=hello.options.codec, index=index, pack_bytes=hello.options.pack_bytes
-        )
+            store, codec=hello.options.codec, index=index, pack_bytes=hello.options.pack_bytes,
+            shadow=0 if hello.options.shadow else None,
+        )  # fmt: skip
         self._lineage = Lineage(store, hello.run)
         self._publisher = Publisher(
             store, hello.run, self._writer, self._lineage, versions=hello.options.versions
@@ -75,6 +76,8 @@ class RunWriter:
         self._held: list[int] = []
         self._dirty: set[int] = set()  # saves with blobs that no flush has made durable
         self._starving = False
+        self._behind = False  # since the last commit
+        self._hurried = (0, 0)  # chunks and bytes encoded in a hurry before the last commit
 
     # messages ----------------------------------------------------------------------------------
 
@@ -95,8 +98,14 @@ class RunWriter:
                     self._fail(save, StateError(f"save {save} was given up", kind="aborted"))
             case protocol.NeedSlots():
                 self._starving = True
+                self.hurry()
             case _:
                 raise StateError(f"unexpected message {type(message).__name__}", kind="protocol")
+
+    def hurry(self) -> None:
+        """Encoding delays the trainer, or a save that waits: give up ratio for speed."""
+        self._behind = True
+        self._writer.hurry()
 
     def relieve(self) -> None:
         """Make slots free if the trainer waits for one; called when no message is waiting."""
@@ -130,6 +139,7 @@ class RunWriter:
             source = self._relative(begin)
             table = ChunkTable(layout) if source is None else source.derive(layout)
             self._active[begin.save] = PendingSave(begin, table)
+            self._writer.next_save(sum(spec.nbytes for spec in layout.extents))
         except Exception as error:
             self._fail(begin.save, error)
 
@@ -198,6 +208,8 @@ class RunWriter:
 
     def _stage(self, save: PendingSave, message: Slot) -> None:
         data = self._ring.view(message.slot)
+        places: list[tuple[int, int, int]] = []
+        chunks: list[Chunk] = []
         for extent, chunk, offset, length, expected in protocol.unpack_records(message.records):
             spec = save.spec(extent, chunk, length)
             if offset + length > len(data):
@@ -208,8 +220,12 @@ class RunWriter:
             raw = data[offset : offset + length]
             if xxhash.xxh3_128_digest(raw, self._seed) != expected:
                 raise save.torn(extent, chunk)
-            put = self._writer.put(raw, dtype=spec.dtype)
-            save.record(extent, chunk, length, put, self._packs_of_put(put))
+            places.append((extent, chunk, length))
+            chunks.append(
+                Chunk(raw, spec.dtype, save.extent_name(extent), save.table.base(extent, chunk))
+            )
+        for place, put in zip(places, self._writer.put_many(chunks), strict=True):
+            save.record(*place, put, self._packs_of_put(put))
 
     def _packs_of_put(self, put: Put) -> tuple[str, ...]:
         if not put.refs:
@@ -260,7 +276,7 @@ class RunWriter:
             return
         try:
             save.table.freeze()
-            stats = save.stats(message)
+            stats = {**save.stats(message), **self._coding_stats()}
             commit, base = self._publisher.publish(save, message, stats)
         except Exception as error:
             self._fail(save.id, error)
@@ -268,6 +284,9 @@ class RunWriter:
         del self._active[save.id]
         self._keep_table(save.id, save.table)
         self._keep_table((commit.run, commit.number), save.table)
+        if not self._behind:
+            self._writer.ease()
+        self._behind = False
         stats["writer_seconds"] = time.monotonic() - save.began
         self._send(
             Committed(
@@ -275,6 +294,15 @@ class RunWriter:
                 commit.root, base, stats,
             )
         )  # fmt: skip
+
+    def _coding_stats(self) -> dict[str, float]:
+        encoder = self._writer.encoder
+        chunks, size = self._hurried
+        self._hurried = encoder.hurried_chunks, encoder.hurried_bytes
+        return {
+            "hurried_chunks": float(encoder.hurried_chunks - chunks),
+            "hurried_bytes": float(encoder.hurried_bytes - size),
+        }
 
     def _keep_table(self, key: int | tuple[str, int], table: ChunkTable | None) -> None:
         self._tables[key] = table

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -17,7 +17,9 @@ import msgspec
 from blake3 import blake3
 
 from deltackpt_store import codecs
+from deltackpt_store.coding_policy import MAX_HURRY
 from deltackpt_store.confirm import Confirmer
+from deltackpt_store.encoder import Encoder, Job
 from deltackpt_store.errors import (
     ConflictError,
     CorruptionError,
@@ -39,7 +41,7 @@ from deltackpt_store.manifest import Commit, Manifest
 from deltackpt_store.manifest_io import closure_digest, digest_of, encode, encode_commit
 from deltackpt_store.names import RETIRED_SUFFIX, check_name, number_name, parse_number
 from deltackpt_store.oserror import storage_error
-from deltackpt_store.pack import MAX_CHUNK_BYTES, pack_path
+from deltackpt_store.pack import MAX_CHUNK_BYTES, Location, pack_path
 from deltackpt_store.pack_writer import BATCH_BYTES, PackBuilder, PackFile, sync_directory
 
 PACK_BYTES = 64 * 1024 * 1024
@@ -70,6 +72,20 @@ class Put(NamedTuple):
     refs: tuple[bytes, ...] = ()
 
 
+class Chunk(NamedTuple):
+    """One chunk to be put: contiguous memory of 1 byte to 64 MiB.
+
+    `dtype` guides the encoding. `stream` names the tensor that the chunk is of: what pays is
+    learned per name, and tried for each chunk without one. `reference` is the id of a chunk that
+    it resembles.
+    """
+
+    raw: Buffer
+    dtype: str = "uint8"
+    stream: str = ""
+    reference: bytes | None = None
+
+
 class _Pack(NamedTuple):
     builder: PackBuilder
     file: PackFile
@@ -78,8 +94,11 @@ class _Pack(NamedTuple):
 class StoreWriter:
     """Appends to a store. One per process, used by one thread; refuses to work after a fork.
 
-    A background thread writes packs while the caller goes on. Beside the caller's own buffers it
-    holds about three times `BATCH_BYTES` of encoded blobs and 200 bytes per unflushed blob.
+    A background thread writes packs while the caller goes on, and up to four threads encode, as
+    many as there are idle cores. Beside the caller's own buffers it holds about three times
+    `BATCH_BYTES` of encoded blobs, the references of the chunks put together, a cache of references
+    and 200 bytes per unflushed blob. With `shadow`, that many bytes of the chunks stored without
+    references are kept in memory, to code later ones against without reading.
 
     Failure. When storing a pack fails (`put` or `flush` raises StorageError), blobs put since the
     last `flush` are lost, their temporary files are removed and never synced again, and every
@@ -98,23 +117,23 @@ class StoreWriter:
         index: ChunkIndex | None = None,
         pack_bytes: int = PACK_BYTES,
         verify_dedup: bool = False,
+        shadow: int | None = None,
     ) -> None:
-        if codec not in codecs.MODES:
-            raise InvalidInputError(
-                f"codec must be one of {', '.join(codecs.MODES)}, not {codec!r}", option="codec"
-            )
+        codecs.check_mode(codec)
         if pack_bytes < 1:
             raise InvalidInputError(f"pack_bytes must be positive, not {pack_bytes}")
         self.writer = secrets.token_hex(8)
         self._io = store.io
         self._root = store.path
         self._uuid = store.uuid
-        self._codec = codec
         self._pack_bytes = pack_bytes
         self._verify_dedup = verify_dedup
         self._index: ChunkIndex = MemoryIndex() if index is None else index
         self._confirmer = Confirmer(self._io, self._root, self._index)
+        self.encoder = Encoder(codec, self._confirmer, shadow=shadow)
         self._thread = IoThread("deltackpt-packs")
+        self._out = 0  # bytes handed to the thread
+        self._pace = (0.0, 0, 0.0, 0)  # of encoder and thread when `hurry` looked last
         self._pid = os.getpid()
         self._closed = False
         self._failed: DeltackptError | None = None
@@ -129,32 +148,81 @@ class StoreWriter:
 
     # blobs ---------------------------------------------------------------------------------
 
-    def put(self, raw: Buffer, *, dtype: str = "uint8", reference: bytes | None = None) -> Put:
-        """Store a chunk unless the store holds it.
+    def put(
+        self, raw: Buffer, *, dtype: str = "uint8", reference: bytes | None = None, stream: str = ""
+    ) -> Put:
+        """Store one chunk unless the store holds it; see `put_many`."""
+        return self.put_many([Chunk(raw, dtype, stream, reference)])[0]
 
-        `raw` (contiguous, 1 byte to 64 MiB) is written from where it lies: the caller keeps it
-        unchanged until `flush` or `abort` returns. `dtype` guides the encoding. `reference` is the
-        id of a chunk that `raw` resembles; it is a hint that the present codecs make no use of.
-        Durable only after `flush`. Raises StorageError, InvalidInputError, StateError.
+    def put_many(self, chunks: Sequence[Chunk]) -> list[Put]:
+        """Store chunks unless the store holds them; what became of each, in order.
+
+        `raw` is written from where it lies: the caller keeps it unchanged until `flush` or `abort`
+        returns. A reference serves only when the store holds it without a reference of its own;
+        otherwise, and when nothing is gained by it, the chunk is stored by itself. Durable only
+        after `flush`. Raises StorageError, InvalidInputError, StateError.
         """
         self._check()
-        view = memoryview(raw)
-        if view.format != "B" or view.ndim != 1:
-            view = view.cast("B")
-        chunk_id = blake3(view).digest()
-        known = self._unflushed.get(chunk_id)
-        if known is not None:
-            return known
-        stored = self._stored(chunk_id, view)
-        if stored is not None:
-            return stored
+        views = [_flat(chunk.raw) for chunk in chunks]
+        ids = self.encoder.map(_digest, views, sum(map(len, views)))
+        puts: list[Put | None] = []
+        fresh: dict[bytes, int] = {}
+        for i, (chunk_id, view) in enumerate(zip(ids, views, strict=True)):
+            put = self._unflushed.get(chunk_id) or self._stored(chunk_id, view)
+            puts.append(put)
+            if put is None:
+                fresh.setdefault(chunk_id, i)
+        jobs = [
+            Job(views[i], chunks[i].dtype, chunks[i].stream, self._usable(chunks[i].reference))
+            for i in fresh.values()
+        ]
+        outcomes = self.encoder.encode(jobs)
+        for (chunk_id, i), outcome in zip(fresh.items(), outcomes, strict=True):
+            puts[i] = self._append(chunk_id, views[i], outcome.best)
+        return [put or self._unflushed[ids[i]] for i, put in enumerate(puts)]
+
+    def next_save(self, state_bytes: int = 0) -> None:
+        """What is put from here on belongs to another step, for what is learned about tensors.
+
+        `state_bytes` is the size of the whole state: a shadow grows to it.
+        """
+        self.encoder.next_save(state_bytes)
+
+    def hurry(self) -> None:
+        """The caller falls behind: encode less, if that is what takes the time and not the disk.
+
+        Goes down one step at a time (no zstd, then no encoding), and no further than where writing
+        the larger blobs would take longer than encoding does now. `ease` goes back a step.
+        """
+        encoder, policy = self.encoder, self.encoder.policy
+        seconds, raw, busy, written = self._pace
+        self._pace = pace = encoder.seconds, encoder.raw_bytes, self._thread.busy_seconds, self._out
+        taken, stored = pace[1] - raw, pace[3] - written
+        if not taken or policy.hurry >= MAX_HURRY:
+            return
+        encoding = (pace[0] - seconds) / taken
+        writing = (pace[2] - busy) / max(stored, 1)
+        share = stored / taken if policy.hurry == 0 else 1.0
+        if encoding > writing * share:
+            policy.hurry += 1
+
+    def ease(self) -> None:
+        """The caller keeps up: take a step back from what `hurry` gave up."""
+        self.encoder.policy.hurry = max(0, self.encoder.policy.hurry - 1)
+
+    def _usable(self, reference: bytes | None) -> tuple[bytes, Location] | None:
+        if reference is None:
+            return None
+        location = self.encoder.references.locate(reference)
+        return None if location is None else (reference, location)
+
+    def _append(self, chunk_id: bytes, view: memoryview, encoded: codecs.Encoded) -> Put:
         size = len(view)
-        if not 0 < size <= MAX_CHUNK_BYTES:
-            raise InvalidInputError(
-                f"a chunk of {size} bytes cannot be stored",
-                kind="chunk-size", hint=f"a chunk has 1 to {MAX_CHUNK_BYTES} bytes", size=size,
-            )  # fmt: skip
-        encoded = codecs.choose(view, dtype, self._codec)
+        for name in self._packs_of(encoded.refs):
+            if name not in self._durable:
+                self._doubtful.add(name)
+        if not encoded.refs:
+            self.encoder.stored_by_itself(chunk_id, view)
         pack = self._open or self._new_pack()
         builder = pack.builder
         written = builder.add(chunk_id, size, encoded)
@@ -201,7 +269,9 @@ class StoreWriter:
         return self._open
 
     def _submit_batch(self, pack: _Pack) -> None:
-        self._thread.submit(partial(pack.file.write, pack.builder.take()))
+        batch = pack.builder.take()
+        self._out += batch.size
+        self._thread.submit(partial(pack.file.write, batch))
 
     def _finish_pack(self, pack: _Pack) -> None:
         if pack.builder.pending:
@@ -406,6 +476,7 @@ class StoreWriter:
             return
         self._drop_unflushed()
         self._thread.stop()
+        self.encoder.close()
         self._confirmer.close()
         self._closed = True
 
@@ -414,3 +485,19 @@ class StoreWriter:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def _digest(view: memoryview) -> bytes:
+    return blake3(view).digest()
+
+
+def _flat(raw: Buffer) -> memoryview:
+    view = memoryview(raw)
+    if view.format != "B" or view.ndim != 1:
+        view = view.cast("B")
+    if not 0 < len(view) <= MAX_CHUNK_BYTES:
+        raise InvalidInputError(
+            f"a chunk of {len(view)} bytes cannot be stored",
+            kind="chunk-size", hint=f"a chunk has 1 to {MAX_CHUNK_BYTES} bytes", size=len(view),
+        )  # fmt: skip
+    return view

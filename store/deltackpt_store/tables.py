@@ -1,7 +1,7 @@
 """What a save consists of while it is being made: chunk ids and the packs that hold them.
 
 A :class:`ChunkTable` derives from the table of the save (or commit) it is relative to and shares
-every array it does not change, so a save costs memory for the extents that changed only (36 bytes
+every array it does not change, so a save costs memory for the extents that changed only (68 bytes
 per chunk of those), and nothing accumulates from save to save.
 """
 
@@ -27,6 +27,7 @@ class ChunkTable:
         """A table with every chunk missing."""
         self.layout = layout
         self.chunks: dict[int, Ids] = {}
+        self._bases: dict[int, Ids] = {}
         self._where: dict[int, NDArray[np.uint32]] = {}
         self._numbers: dict[tuple[str, ...], int] = {}
         self._names: dict[int, tuple[str, ...]] = {}
@@ -57,6 +58,13 @@ class ChunkTable:
                 packs = packs_of(footers, ids[row].tobytes()) or snapshot.packs
                 where[row] = table._number(packs)
             table._count(where)
+            bases = np.zeros_like(ids)
+            bases[plain] = ids[plain]
+            for row in np.flatnonzero((found.packs >= 0) & ~plain).tolist():
+                location = footers.get(ids[row].tobytes())
+                if location is not None and len(location.refs) == 1:
+                    bases[row] = np.frombuffer(location.refs[0], np.uint8)
+            table._bases[extent] = bases
             table.chunks[extent], table._where[extent] = ids, where
         table._missing = 0
         table.freeze()
@@ -70,9 +78,10 @@ class ChunkTable:
         new._next, new._own, new._missing = self._next, set(), 0
         if layout is self.layout or layout == self.layout:
             new.chunks, new._where = dict(self.chunks), dict(self._where)
+            new._bases = dict(self._bases)
             new._counts = dict(self._counts)
             return new
-        new.chunks, new._where, new._counts = {}, {}, {}
+        new.chunks, new._where, new._bases, new._counts = {}, {}, {}, {}
         mine = {key: extent for extent, key in enumerate(extent_keys(self.layout))}
         for extent, key in enumerate(extent_keys(layout)):
             spec = layout.extents[extent]
@@ -83,6 +92,7 @@ class ChunkTable:
                 new._add_empty(extent, spec.chunk_count)
                 continue
             new.chunks[extent], new._where[extent] = self.chunks[source], self._where[source]
+            new._bases[extent] = self._bases[source]
             new._count(self._where[source])
         for number in [n for n in new._names if n not in new._counts]:
             new._drop(number)
@@ -94,10 +104,21 @@ class ChunkTable:
             return None
         return self.chunks[extent][chunk].tobytes()
 
-    def set(self, extent: int, chunk: int, chunk_id: bytes, packs: tuple[str, ...]) -> None:
-        """Record that the chunk has this id and needs `packs` (at least one) to be restored."""
+    def base(self, extent: int, chunk: int) -> bytes | None:
+        """The last id of this position that was stored without a reference, or None."""
+        base = self._bases[extent][chunk]
+        return base.tobytes() if base.any() else None
+
+    def set(
+        self, extent: int, chunk: int, chunk_id: bytes, packs: tuple[str, ...], *, base: bool = True
+    ) -> None:
+        """Record that the chunk has this id and needs `packs` (at least one) to be restored.
+
+        `base`: it is stored without a reference, and what comes next may be coded against it.
+        """
         if extent not in self._own:
             self.chunks[extent] = self.chunks[extent].copy()
+            self._bases[extent] = self._bases[extent].copy()
             self._where[extent] = self._where[extent].copy()
             self._own.add(extent)
         where = self._where[extent]
@@ -114,6 +135,8 @@ class ChunkTable:
             where[chunk] = number
             self._counts[number] = self._counts.get(number, 0) + 1
         self.chunks[extent][chunk] = np.frombuffer(chunk_id, np.uint8)
+        if base:
+            self._bases[extent][chunk] = self.chunks[extent][chunk]
 
     def first_missing(self) -> tuple[int, int] | None:
         """(extent, chunk) of a chunk that is neither staged nor inherited."""
@@ -133,11 +156,13 @@ class ChunkTable:
         """Nothing is written into the arrays from here on; they may be shared."""
         for extent in self._own:
             self.chunks[extent].flags.writeable = False
+            self._bases[extent].flags.writeable = False
             self._where[extent].flags.writeable = False
         self._own.clear()
 
     def _add_empty(self, extent: int, count: int) -> None:
         self.chunks[extent] = np.zeros((count, ID_BYTES), np.uint8)
+        self._bases[extent] = np.zeros((count, ID_BYTES), np.uint8)
         self._where[extent] = np.zeros(count, np.uint32)
         self._own.add(extent)
         self._missing += count

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from deltackpt_store import codecs, open_run, runlock, session
+from deltackpt_store import coding_policy, open_run, runlock, session
 from deltackpt_store.client import WriterClient
 from deltackpt_store.errors import (
     ConflictError,
@@ -448,9 +448,9 @@ def test_a_failure_in_any_thread_commits_nothing(
     def broken(*args: Any, **kwargs: Any) -> Any:
         raise RuntimeError("encoder bug")
 
-    for target, name in ((codecs, "choose"), (FailingIO, "write")):
+    for target, name in ((coding_policy, "encode"), (FailingIO, "write")):
         with monkeypatch.context() as patch:
-            if target is codecs:
+            if target is coding_policy:
                 patch.setattr(target, name, broken)
             else:
                 patch.setattr(FileIO, name, broken)

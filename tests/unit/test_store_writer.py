@@ -20,7 +20,7 @@ import xxhash
 from blake3 import blake3
 from deltackpt_store import confirm, store_writer
 from deltackpt_store import pack as pk
-from deltackpt_store.codecs import GROUPED_LZ4, RAW, Encoded
+from deltackpt_store.codecs import PLANES, RAW, Encoded
 from deltackpt_store.errors import (
     ConflictError,
     CorruptionError,
@@ -182,7 +182,7 @@ def test_every_size_and_kind_comes_back(store: Store) -> None:
         assert put.id == blake3(raw).digest()
         assert read(store, put, len(raw)) == raw
         assert put.written <= len(raw) + pk.RECORD_BYTES
-    assert puts[-1].codec == GROUPED_LZ4
+    assert puts[-1].codec == PLANES
     assert temporaries(store) == []
 
 

@@ -1,0 +1,131 @@
+"""Encoding a batch of chunks, in as many threads as there are idle cores."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple, TypeVar
+
+from deltackpt_store import coding_policy
+from deltackpt_store.coding_policy import CodingPolicy, Outcome, Plan
+from deltackpt_store.confirm import Confirmer
+from deltackpt_store.errors import CorruptionError
+from deltackpt_store.idle import IdleCores
+from deltackpt_store.pack import Location
+from deltackpt_store.references import References, Stored
+
+_T = TypeVar("_T")
+_R = TypeVar("_R")
+
+_TOGETHER_BYTES = 512 * 1024  # less is not worth waking other threads for
+
+
+class Job(NamedTuple):
+    """One chunk to encode. `reference` is a chunk that it may be coded against."""
+
+    raw: memoryview
+    dtype: str
+    stream: str
+    reference: tuple[bytes, Location] | None
+
+
+class _Work(NamedTuple):
+    plan: Plan
+    raw: memoryview
+    id: bytes
+    reference: Stored | memoryview | None
+
+
+class Encoder:
+    """Policy, references and threads of one store writer. Used by one thread.
+
+    Memory: for the batch at hand its encoded form and its references; the pool has at most 4
+    threads. `seconds` is the wall time spent, `raw_bytes` what was encoded in it.
+    """
+
+    def __init__(self, mode: str, confirmer: Confirmer, *, shadow: int | None = None) -> None:
+        self.policy = CodingPolicy(mode)
+        self.references = References(confirmer)
+        self._shadow = shadow is not None
+        if shadow is not None:
+            self.references.budget = max(shadow, self.references.budget)
+        self._idle = IdleCores()
+        self._pool: ThreadPoolExecutor | None = None
+        self.seconds = 0.0
+        self.raw_bytes = 0
+        self.hurried_bytes = self.hurried_chunks = 0
+
+    def next_save(self, state_bytes: int) -> None:
+        """Chunks encoded from here on belong to another save of a state of that size."""
+        self.policy.next_save()
+        if self._shadow:
+            self.references.budget = max(self.references.budget, state_bytes)
+
+    def encode(self, jobs: Sequence[Job]) -> list[Outcome]:
+        """Encode each chunk as the policy sees fit; results in order, may refer to `raw`."""
+        began = time.perf_counter()
+        work = [self._prepare(job) for job in jobs]
+        results = self.map(_encode, work, sum(len(job.raw) for job in jobs))
+        for job, item, (outcome, chunk) in zip(jobs, work, results, strict=True):
+            size = len(job.raw)
+            self.policy.learn(job.stream, item.plan, outcome, size, outcome.best.stored)
+            if chunk is not None:
+                self.references.keep(item.id, chunk, copy=False)
+            if self.policy.hurry:
+                self.hurried_chunks += 1
+                self.hurried_bytes += size
+            self.raw_bytes += size
+        self.seconds += time.perf_counter() - began
+        return [outcome for outcome, _ in results]
+
+    def _prepare(self, job: Job) -> _Work:
+        reference = None
+        chunk_id = b""
+        if job.reference is not None and self.policy.wants_reference(job.stream):
+            chunk_id, location = job.reference
+            reference = self.references.get(chunk_id, location)
+        plan = self.policy.plan(
+            job.stream, len(job.raw), job.dtype, reference=reference is not None
+        )
+        return _Work(plan, job.raw, chunk_id, reference)
+
+    def stored_by_itself(self, chunk_id: bytes, raw: memoryview) -> None:
+        """A chunk that later ones may be coded against: with a shadow, keep a copy of it."""
+        if self._shadow:
+            self.references.keep(chunk_id, raw, copy=True)
+
+    def map(self, function: Callable[[_T], _R], items: Sequence[_T], size: int) -> list[_R]:
+        """`function` of each item, in idle cores when `size` bytes are worth it."""
+        threads = self._idle.count() if size >= _TOGETHER_BYTES and len(items) > 1 else 1
+        if threads == 1:
+            return [function(item) for item in items]
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(4, thread_name_prefix="deltackpt-encode")
+        step = -(-len(items) // threads)
+        slices = [items[i : i + step] for i in range(0, len(items), step)]
+
+        def work(part: Sequence[_T]) -> list[_R]:
+            return [function(item) for item in part]
+
+        futures = [self._pool.submit(work, part) for part in slices[1:]]
+        done = work(slices[0])
+        for future in futures:
+            done += future.result()
+        return done
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.shutdown()
+            self._pool = None
+
+
+def _encode(work: _Work) -> tuple[Outcome, memoryview | None]:
+    """The outcome, and the reference if it was decoded here."""
+    reference, decoded = work.reference, None
+    if isinstance(reference, Stored):
+        try:
+            reference = decoded = reference.decode()
+        except CorruptionError:
+            reference = None  # found by verify; what is written now does not depend on it
+    return coding_policy.encode(work.plan, work.raw, reference, work.id), decoded
