@@ -12,7 +12,7 @@ from deltackpt_store.fileio import Buffer, FileIO
 
 CALLS = (
     "create", "write", "sync", "close", "link", "unlink", "sync_directory", "mkdir", "rmdir",
-    "chmod", "open", "size", "read_into", "list", "exists", "free_bytes",
+    "chmod", "lock", "open", "size", "read_into", "list", "exists", "free_bytes",
 )  # fmt: skip
 """Names of all operations of a file layer."""
 
@@ -67,6 +67,10 @@ class _Intercepting(FileIO):
     def chmod(self, path: str, mode: int) -> None:
         self.before("chmod", (path,))
         self._inner.chmod(path, mode)
+
+    def lock(self, path: str, *, create: bool = False) -> int:
+        self.before("lock", (path,))
+        return self._inner.lock(path, create=create)
 
     def open(self, path: str) -> int:
         self.before("open", (path,))

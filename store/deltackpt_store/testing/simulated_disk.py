@@ -77,6 +77,7 @@ class SimulatedDisk(FileIO):
         self._tree = _Tree()
         self._journal: list[_Change] = []
         self._handles: dict[int, int] = {}
+        self._locks: dict[int, int] = {}  # inode -> the handle that holds it
         self._numbers = itertools.count(1)
 
     def mark(self, value: object) -> None:
@@ -116,7 +117,9 @@ class SimulatedDisk(FileIO):
         self._journal.append(_Change("sync", self._handles[handle]))
 
     def close(self, handle: int) -> None:
-        del self._handles[handle]
+        inode = self._handles.pop(handle)
+        if self._locks.get(inode) == handle:
+            del self._locks[inode]
 
     def link(self, source: str, target: str) -> None:
         inode = self._existing(source)
@@ -160,6 +163,18 @@ class SimulatedDisk(FileIO):
 
     def chmod(self, path: str, mode: int) -> None:
         self._existing(path)
+
+    def lock(self, path: str, *, create: bool = False) -> int:
+        if create and self._tree.find(path) is None:
+            handle = self.create(path)
+        else:
+            handle = self.open(path)
+        inode = self._handles[handle]
+        if inode in self._locks:
+            self.close(handle)
+            raise _os_error(errno.EAGAIN, path)
+        self._locks[inode] = handle
+        return handle
 
     def open(self, path: str) -> int:
         inode = self._existing(path)
