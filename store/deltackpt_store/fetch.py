@@ -16,7 +16,13 @@ from deltackpt_store import codecs
 from deltackpt_store.errors import CorruptionError, DeltackptError
 from deltackpt_store.fileio import FileIO
 from deltackpt_store.oserror import storage_error
-from deltackpt_store.pack import Location, check_payload, decode_record, pack_path
+from deltackpt_store.pack import (
+    Location,
+    RecordHead,
+    check_payload,
+    decode_record,
+    pack_path,
+)
 from deltackpt_store.pack_set import PackSet, is_damage
 
 MAX_DEPTH = 8
@@ -28,7 +34,7 @@ SLACK_BYTES = 4096
 HEAD_BYTES = 64 * 1024
 """The front of an encoded record is never longer."""
 
-_CACHE_BYTES = 16 * 1024 * 1024  # reference chunks kept
+_CACHE_BYTES = 8 * 1024 * 1024  # reference chunks kept
 _REFERENCE_BYTES = 512 * 1024 * 1024  # raw bytes of references read for one chunk
 _REFERENCE_READS = 4096  # references read for one chunk, all depths together
 _HANDLES = 8
@@ -43,9 +49,14 @@ class Task(NamedTuple):
 
 
 class Budget:
-    """Bounds what decoding one chunk may cost, whatever its references claim."""
+    """Bounds what decoding one chunk may cost, whatever its references claim.
 
-    def __init__(self) -> None:
+    `prove`: references are checked against their ids before they are used. Without it only the
+    chunk itself is, which proves them as well, unless it fails.
+    """
+
+    def __init__(self, *, prove: bool) -> None:
+        self.prove = prove
         self.bytes = _REFERENCE_BYTES
         self.reads = _REFERENCE_READS
 
@@ -69,6 +80,9 @@ class Fetcher:
         self._scratch = bytearray()
         self._references: OrderedDict[bytes, bytearray] = OrderedDict()
         self._cached = 0
+        # Buffers that fell out of the cache: still in use by the chunk at hand, or free for reuse.
+        self._dropped: list[bytearray] = []
+        self._free: list[bytearray] = []
 
     def __enter__(self) -> Fetcher:
         return self
@@ -79,30 +93,43 @@ class Fetcher:
 
     def fetch(self, task: Task) -> None:
         """Fill the destination and check it against the id (CorruptionError, StorageError)."""
-        self._fetch(task, 0, Budget())
-
-    def _fetch(self, task: Task, depth: int, budget: Budget) -> None:
         place = task.place
         if place.codec == codecs.RAW:
-            if place.stored != len(task.dest):
-                raise unreadable(task.id, "its record declares two lengths")
-            self.fill(place.pack, [task.dest], place.payload, place.stored)
-            if blake3(task.dest).digest() != task.id:
-                raise mismatch(task.id, place.pack)
-            return
+            self._fetch_raw(task, prove=True)
+        else:
+            data = self._read_record(task)
+            self.decode(task, data[: place.header], data[place.header :])
+
+    def decode(self, task: Task, front: memoryview, payload: memoryview) -> None:
+        """Decode a record just read (its front, its payload) and check the result."""
+        head = self._check_record(task, front, payload)
+        if head.refs:
+            try:
+                self._decode(task, head, payload, 0, Budget(prove=False))
+                return
+            except CorruptionError:
+                # One of the references may be bad: once more, each proven or replaced by a copy.
+                self._forget()
+        self._decode(task, head, payload, 0, Budget(prove=True))
+
+    def _fetch_raw(self, task: Task, *, prove: bool) -> None:
+        place = task.place
+        if place.stored != len(task.dest):
+            raise unreadable(task.id, "its record declares two lengths")
+        self.fill(place.pack, [task.dest], place.payload, place.stored)
+        if prove and blake3(task.dest).digest() != task.id:
+            raise mismatch(task.id, place.pack)
+
+    def _read_record(self, task: Task) -> memoryview:
+        place = task.place
         if place.stored > len(task.dest) + SLACK_BYTES or place.header > HEAD_BYTES:
             raise unreadable(task.id, "its record declares impossible lengths")
         data = memoryview(bytearray(place.header + place.stored))
         self.fill(place.pack, [data], place.offset, len(data))
-        self._decode(task, data[: place.header], data[place.header :], depth, budget)
+        return data
 
-    def decode(self, task: Task, front: memoryview, payload: memoryview) -> None:
-        """Decode a record just read (its front, its payload) and check the result."""
-        self._decode(task, front, payload, 0, Budget())
-
-    def _decode(
-        self, task: Task, front: memoryview, payload: memoryview, depth: int, budget: Budget
-    ) -> None:
+    def _check_record(self, task: Task, front: memoryview, payload: memoryview) -> RecordHead:
+        """The parsed front of a record that is what its table says, with an intact payload."""
         place = task.place
         path = pack_path(self._packs.root, place.pack)
         head = decode_record(front, path, place.offset)
@@ -110,10 +137,18 @@ class Fetcher:
         if declared != (task.id, place.codec, place.header, len(task.dest), place.stored):
             raise unreadable(task.id, f"the table of {path} does not match its record")
         check_payload(head, payload, path)
+        return head
+
+    def _decode(
+        self, task: Task, head: RecordHead, payload: memoryview, depth: int, budget: Budget
+    ) -> None:
+        if depth == 0:
+            self._free += self._dropped
+            self._dropped.clear()
         references = [self._reference(needed, depth + 1, budget) for needed in head.refs]
         codecs.decode(head.codec, head.params, payload, task.dest, references)
-        if blake3(task.dest).digest() != task.id:
-            raise mismatch(task.id, place.pack)
+        if (budget.prove or depth == 0) and blake3(task.dest).digest() != task.id:
+            raise mismatch(task.id, task.place.pack)
 
     def _reference(self, chunk_id: bytes, depth: int, budget: Budget) -> memoryview:
         """Raw bytes of a chunk that another is coded against, from any place that holds it."""
@@ -126,9 +161,16 @@ class Fetcher:
         error: DeltackptError = unreadable(chunk_id, "no intact pack holds it", "missing-chunk")
         for place in self.places(chunk_id):
             budget.take(place.raw, chunk_id)
-            data = bytearray(place.raw)
+            data = self._buffer(place.raw)
+            task = Task(chunk_id, memoryview(data), place)
             try:
-                self._fetch(Task(chunk_id, memoryview(data), place), depth, budget)
+                if place.codec == codecs.RAW:
+                    self._fetch_raw(task, prove=budget.prove)
+                else:
+                    record = self._read_record(task)
+                    payload = record[place.header :]
+                    head = self._check_record(task, record[: place.header], payload)
+                    self._decode(task, head, payload, depth, budget)
             except DeltackptError as failure:
                 if not is_damage(failure):
                     raise
@@ -147,22 +189,34 @@ class Fetcher:
             if place not in seen:
                 yield place
 
+    def _buffer(self, length: int) -> bytearray:
+        """Memory for a reference: touched before, where possible, as fresh pages are slow."""
+        for i, data in enumerate(self._free):
+            if len(data) == length:
+                return self._free.pop(i)
+        self._free.clear()
+        return bytearray(length)
+
     def _keep(self, chunk_id: bytes, data: bytearray) -> None:
-        if len(data) > _CACHE_BYTES // 4 or chunk_id in self._references:
-            return
+        self._cached += len(data) - len(self._references.get(chunk_id, b""))
         self._references[chunk_id] = data
-        self._cached += len(data)
-        while self._cached > _CACHE_BYTES:
-            self._cached -= len(self._references.popitem(last=False)[1])
+        while self._cached > _CACHE_BYTES and self._references:
+            dropped = self._references.popitem(last=False)[1]
+            self._cached -= len(dropped)
+            self._dropped.append(dropped)
+
+    def _forget(self) -> None:
+        self._references.clear()
+        self._cached = 0
 
     def fill(self, pack: str, buffers: list[memoryview], offset: int, length: int) -> None:
         """Read `length` bytes of a pack into `buffers`; CorruptionError when it ends before."""
         path = pack_path(self._packs.root, pack)
         try:
             got = self._io.read_into(self._open(pack, path), buffers, offset)
-        except (OSError, OverflowError) as error:
-            if isinstance(error, OverflowError):
-                raise CorruptionError(f"pack {path} is cut off", kind="pack", path=path) from error
+        except OverflowError as error:  # an offset that no file can have
+            raise CorruptionError(f"pack {path} is cut off", kind="pack", path=path) from error
+        except OSError as error:
             raise storage_error(error, "read the pack", path) from error
         if got != length:
             raise CorruptionError(f"pack {path} is cut off", kind="pack", path=path)

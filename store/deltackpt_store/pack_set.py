@@ -7,7 +7,7 @@ import logging
 import threading
 from collections.abc import Iterable
 
-from deltackpt_store.errors import CorruptionError, DeltackptError, StorageError
+from deltackpt_store.errors import DeltackptError, StorageError, UnsupportedFormatError
 from deltackpt_store.fileio import FileIO
 from deltackpt_store.index import Location, MemoryIndex, list_packs
 from deltackpt_store.oserror import DAMAGE, storage_error
@@ -84,7 +84,7 @@ class PackSet:
 
     def _scan(self, name: str) -> dict[bytes, list[Location]]:
         records: dict[bytes, list[Location]] = {}
-        if isinstance(self.damaged[name], CorruptionError):
+        if not isinstance(self.damaged[name], UnsupportedFormatError):
             try:
                 for record in scan_records(self.io, pack_path(self.root, name)):
                     if record.intact:

@@ -125,8 +125,9 @@ class ChunkReader:
         lost: list[_Failure] = []
         with Fetcher(self._packs) as fetcher:
             for failure in failures:
+                tried = failure.place and (failure.place.pack, failure.place.offset)
                 for place in fetcher.places(failure.id):
-                    if place == failure.place or place.raw != len(failure.dest):
+                    if (place.pack, place.offset) == tried or place.raw != len(failure.dest):
                         continue
                     try:
                         fetcher.fetch(Task(failure.id, failure.dest, place))

@@ -441,7 +441,7 @@ def test_references(packs: Packs, xor_codec: int) -> None:
     """A chunk coded against others needs them from wherever they lie."""
     base, second, third = noise(20_000), noise(20_000), noise(20_000)
     one = packs.raw(base)
-    two = packs.add((second, against(second, base)), (third, against(third, base, second)))
+    two = packs.add((second, against(second, base)), (third, against(third, second)))
     for hints in ([one, two], [two], []):
         read(packs.fresh(), [third], hints)
         read(packs.fresh(), [base, second, third], hints)
@@ -449,6 +449,48 @@ def test_references(packs: Packs, xor_codec: int) -> None:
     assert lost_ids(packs.fresh(), [second, third, base]) == {*map(id_of, (base, second, third))}
     packs.raw(base)
     read(packs.fresh(), [second, third, base], [one, two])
+
+
+def test_a_bad_reference_with_another_copy(packs: Packs, xor_codec: int) -> None:
+    """A chunk coded against a damaged copy is decoded against the sound one."""
+    bases = [noise(20_000) for _ in range(40)]
+    chunks = [noise(20_000) for _ in range(40)]
+    one = packs.raw(*bases)
+    coded = [(c, against(c, b, bases[0])) for c, b in zip(chunks, bases, strict=True)]
+    two = packs.add(*coded)
+    for i in (0, 7, 39):
+        packs.damage(one, bases[i], i)
+    lost = lost_ids(packs.fresh(), chunks[1:], [one, two])
+    assert lost == set(map(id_of, chunks[1:]))  # all of them need the first one
+    packs.raw(bases[0])
+    lost = lost_ids(packs.fresh(), chunks, [one, two])
+    assert lost == {id_of(chunks[7]), id_of(chunks[39])}
+    packs.raw(bases[7], bases[39])
+    read(packs.fresh(), chunks, [one, two])
+    read(packs.fresh(), chunks)
+
+
+@pytest.mark.parametrize("cache", [0, 30_000, 1 << 20])
+def test_buffers_of_references_are_not_mixed_up(
+    packs: Packs, xor_codec: int, cache: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory that is used again for the next reference must not be in use for the last one."""
+    monkeypatch.setattr(fetch, "_CACHE_BYTES", cache)
+    sizes = [10_000, 10_000, 5000]
+    bases = [[noise(size) for _ in range(12)] for size in sizes]
+    blobs: list[tuple[bytes, Encoded | None]] = [(b, None) for layer in bases for b in layer]
+    chunks: list[bytes] = []
+    for layer in bases:
+        lower = layer
+        for _ in range(3):
+            upper = [noise(len(layer[0])) for _ in range(12)]
+            blobs += [(c, against(c, *RNG.sample(lower, 3))) for c in upper]
+            chunks += upper
+            lower = upper
+    packs.add(*blobs)
+    RNG.shuffle(chunks)
+    for threads in (1, 3):
+        read(packs.fresh(), chunks, threads=threads)
 
 
 def test_depth_of_references_is_bounded(packs: Packs, xor_codec: int) -> None:
