@@ -8,6 +8,7 @@ compiled code by the PTX machine, and on a GPU where there is one.
 import json
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -113,6 +114,61 @@ def gathered(runtime: Any, lengths: list[int]) -> int:
     runtime.synchronize(runtime.record(stream))
     assert (back.numpy() == expected).all()
     return len(pieces)
+
+
+def staged(runtime: Any, chunk_bytes: int) -> int:
+    """Save, save unchanged, save with a few changes, through the whole stager and a small ring."""
+    import time
+
+    import torch
+
+    sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+    from staging_ring import SEED, MemoryRing, Tensors
+
+    from deltackpt.cuda.stager import DeviceStager
+    from deltackpt.stage import Job
+
+    rng = np.random.default_rng(4)
+    stream = runtime.stream()
+    host: dict[str, Any] = {}
+    state: dict[str, torch.Tensor] = {}
+    for name, length in {"big": 200_000, "tail": 40_100, "small": 1000}.items():
+        host[name] = rng.integers(0, 256, length, np.uint8)
+        state[name] = runtime.empty(stream, length)
+
+    def upload(name: str) -> None:
+        pinned = runtime.pinned(len(host[name]))
+        pinned.numpy()[:] = host[name]
+        runtime.copy(stream, state[name], pinned)
+        runtime.synchronize(runtime.record(stream))
+
+    for name in host:
+        upload(name)
+    described = Tensors(state, chunk_bytes=chunk_bytes, live=False)
+    stager = DeviceStager(runtime, seed=SEED, gather_bytes=4 * 65536, scratch_bytes=8192)
+    table: Any = {}
+    sizes: list[int] = []
+    for changes in ({}, {}, {"big": [5, 199_999], "tail": [40_099]}):
+        for name, places in changes.items():
+            for place in places:
+                host[name][place] ^= 1
+            upload(name)
+        ring = MemoryRing(3, 65536, keep=False)
+        job = Job(save=1, layout=described.layout, sources=described.sources, table=table,
+                  versions={}, deadline=time.monotonic() + 60, unlock=lambda: None,
+                  cancelled=lambda: False)  # fmt: skip
+        staging = stager.finish(job, ring, stager.start(job, runtime.mark()))
+        table = staging.table
+        sizes.append(staging.changed_chunks)
+        assert ring.torn == []
+        for (extent, chunk), data in ring.chunks.items():
+            whole = host[list(host)[extent]].tobytes()
+            assert data == whole[chunk * chunk_bytes : (chunk + 1) * chunk_bytes]
+        stager._mover._slots.forget()
+    chunks = sum(-(-len(data) // chunk_bytes) for data in host.values())
+    assert sizes == [chunks, 0, 3]
+    stager.close()
+    return chunks
 
 
 def main() -> None:

@@ -105,7 +105,7 @@ class PtxRuntime:
         if self._edit is not None:
             code = parse(self._edit(compiled(kernel, self.capability).asm["ptx"]))
         shared = compiled(kernel, self.capability).metadata.shared
-        self._permit(kernel, args)
+        self._permit(kernel, programs, args)
         values = [arg if isinstance(arg, int) else arg.data_ptr() for arg in args]
         order = self._order.permutation(programs)
         for start in range(0, programs, BATCH):
@@ -113,7 +113,7 @@ class PtxRuntime:
             machine.run()
             self.executed += machine.executed
 
-    def _permit(self, kernel: str, args: tuple[Argument, ...]) -> None:
+    def _permit(self, kernel: str, programs: int, args: tuple[Argument, ...]) -> None:
         memory, names = self.memory, [name for name, _ in kernel_specs()[kernel].arguments]
         given = dict(zip(names, args, strict=True))
         memory.readable[:] = False
@@ -131,6 +131,8 @@ class PtxRuntime:
                 end = start + (int(extent) & 0xFFFFFFFF)
                 memory.readable[start // 8 * 8 : -(-end // 8) * 8] = True
             if kernel == "gather":
-                for row, offset in given["plan"].numpy().reshape(-1, 2):
+                first, entries = given["first"], programs >> given["tiles_log2"]
+                plan = given["plan"].numpy().reshape(-1, 2)[first : first + entries]
+                for row, offset in plan:
                     start = given["target"] + int(offset) - memory.base
                     memory.writable[start : start + (int(rows[row, 1]) & 0xFFFFFFFF)] = True

@@ -48,6 +48,10 @@ def test_gathering(runtime: PtxRuntime) -> None:
     assert device_checks.gathered(runtime, lengths) == 55
 
 
+def test_staging_from_end_to_end(runtime: PtxRuntime) -> None:
+    assert device_checks.staged(runtime, 4096) == 60
+
+
 def test_self_test_of_devices(runtime: PtxRuntime) -> None:
     assert device_checks.self_test(runtime) == 72
 

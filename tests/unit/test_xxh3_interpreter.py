@@ -60,6 +60,10 @@ def test_warps_of_64_lanes() -> None:
     assert interpreted("edge_lengths", lengths=lengths, seed=3, skews=[0, 2], wave=64) == 10
 
 
+def test_staging_from_end_to_end() -> None:
+    assert interpreted("staged", chunk_bytes=16384) == 17
+
+
 def test_self_test_passes() -> None:
     assert interpreted("self_test") == 72
 
