@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
-import platform
-import sys
-import threading
 import time
 import weakref
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self
 
-import msgspec
 import torch
 from deltackpt_store.errors import (
-    ConflictError,
     DeltackptError,
     InvalidInputError,
     NotFoundError,
@@ -26,7 +20,7 @@ from deltackpt_store.errors import (
 from deltackpt_store.manifest import Commit
 from deltackpt_store.store import Store
 
-from ._version import __version__
+from .calls import Calls
 from .capture import Capture, capture
 from .events import Observer, Observers, Preempted, Skipped
 from .extents import BufferPool
@@ -36,8 +30,10 @@ from .lifecycle import SaveSignals
 from .options import CHUNK_BYTES, check_metrics, check_options, check_step
 from .pipeline import MAX_IN_FLIGHT, Request, SavePipeline
 from .policy import Due, DueFunction, Every, Keep, OnBusy, OnError
+from .remarks import environment, warn_of_missing_parameters
 from .report import Save, SaveProgress, SaveReport
 from .restore import Restored, restore_into
+from .steporder import StepOrder
 
 _log = logging.getLogger("deltackpt")
 
@@ -65,6 +61,10 @@ class Checkpointer:
     ever committed then. Everything the optimizer does not own is copied before `save` returns.
     As long as no optimizer step and no :meth:`lock` has been seen, and with ``overlap=False``,
     `save` returns only once nothing needs to be locked any more.
+
+    **Objects of your own** are asked for their `state_dict` inside of `save`. A data loader's must
+    say what the loop has taken from it, not what its workers have prefetched, and taking one batch
+    and completing the step belong together: then a resumed run sees each sample once.
 
     **Errors.** A save that fails in the background is raised once: by the next :meth:`save`,
     :meth:`step`, :meth:`wait` or :meth:`close`, or by the `result` of its own handle. Earlier
@@ -120,8 +120,6 @@ class Checkpointer:
 
         Raises `InvalidInputError` naming the option, and what opening a store raises.
         """
-        self._pid = os.getpid()
-        self._closed = True  # until everything is in place
         options = check_options(
             run=run, every=every, keep=keep, writer=writer, ring_bytes=ring_bytes,
             chunk_bytes=chunk_bytes, codec=codec, overlap=overlap, on_busy=on_busy,
@@ -136,22 +134,22 @@ class Checkpointer:
         self._options, self._state = options, state
         self._observers = Observers(observers)
         self._store = Store.create(store, mode=mode)
-        self._pipeline = SavePipeline(self._store, options, self._observers)
+        self._order = StepOrder(self._store, options.run)
+        self._pipeline = SavePipeline(self._store, options, self._observers, self._order)
         self._signals = SaveSignals(save_on)
         self._due = Due(options.every)
         self._pool = BufferPool()
-        self._calling = threading.Lock()
+        self._calls = Calls()
         self._previous: Capture | None = None
-        self._environment = _environment()
+        self._environment = environment()
         self._guard = Guard(self._pipeline)
         self._skipped = 0
         self._deferred = False
         self._newest_step: int | None = None
         self._saved_step: int | None = None
-        self._lineage_known = False
+        self._warned = False
         self._finalizer = weakref.finalize(self, self._guard.let_go)
         self._finalizer.atexit = False
-        self._closed = False
 
     # saving ----------------------------------------------------------------------------------
 
@@ -167,7 +165,7 @@ class Checkpointer:
         `InvalidInputError` naming the path of a value that cannot be saved; `StorageError` (kind
         "timeout") when on_busy="wait" waited `durable_timeout` seconds.
         """
-        with self._call():
+        with self._calls.exclusive():
             self._raise_failure()
             return self._save(step, metrics, overwrite=overwrite)
 
@@ -178,7 +176,7 @@ class Checkpointer:
         on_busy="coalesce" put off. Returns the handle of a save, or None. Raises as :meth:`save`;
         with on_error="warn", failures of saves are logged instead.
         """
-        with self._call():
+        with self._calls.exclusive():
             number = check_step(step)
             if self._options.on_error == "raise":
                 self._raise_failure()
@@ -201,7 +199,7 @@ class Checkpointer:
         Signals are a courtesy of the scheduler; what bounds the work you can lose is how often you
         save.
         """
-        self._check_open()
+        self._calls.check_open()
         if self._signals.pending or self._deferred:
             return True
         return step is not None and self._due.is_due(check_step(step))
@@ -209,13 +207,13 @@ class Checkpointer:
     @property
     def preempted(self) -> bool:
         """Whether a signal of `save_on` has ever arrived: leave the loop after the next `step`."""
-        self._check_process()
+        self._calls.check_process()
         return self._signals.received is not None
 
     @property
     def last(self) -> SaveReport | None:
         """The report of the newest save of this object that is durable."""
-        self._check_process()
+        self._calls.check_process()
         return self._pipeline.last
 
     def lock(self) -> None:
@@ -224,7 +222,7 @@ class Checkpointer:
         Not needed around `step` of a `torch.optim.Optimizer`, which calls it by itself. Never
         raises for a failed save; blocks at most `durable_timeout` seconds.
         """
-        self._check_open()
+        self._calls.check_open()
         self._guard.lock()
 
     def _step(self, step: int, metrics: Mapping[str, float] | None) -> Save | None:
@@ -246,21 +244,25 @@ class Checkpointer:
     ) -> Save:
         started = time.perf_counter()
         step, checked = check_step(step), check_metrics(metrics)
-        self._check_step_is_new(step, overwrite)
+        if not overwrite:
+            self._order.check(step, self._pipeline.in_flight)
         self._due.seen(step, started=True)
         if self._pipeline.busy:
             if self._options.on_busy != "wait" and not must:
                 return self._drop(step, started)
             self._pipeline.wait_room()
         overlap = self._options.overlap and self._guard.seen and has_optimizer(self._state)
+        previous = self._previous
         captured = capture(
             self._state,
             chunk_bytes=self._options.chunk_bytes,
             rng=self._options.rng,
             live=None if overlap else _everything,
-            previous=self._previous,
+            previous=previous,
             pool=self._pool,
         )
+        if not self._warned and (previous is None or previous.layout is not captured.layout):
+            self._warned = warn_of_missing_parameters(captured)
         self._previous = captured
         request = Request(
             step=step, metrics=checked, environment=self._environment, overwrite=overwrite,
@@ -289,35 +291,6 @@ class Checkpointer:
         self._observers(Skipped(self._options.run, step, policy))
         return Save(progress)
 
-    def _check_step_is_new(self, step: int, overwrite: bool) -> None:
-        if overwrite:
-            return
-        flying = self._pipeline.in_flight
-        if flying:
-            newest, what = max(flying), "is being saved already"
-        else:
-            newest, what = self._lineage_step(), "is the newest of the run"
-        if newest is not None and step <= newest:
-            raise ConflictError(
-                f"step {step} cannot be saved: step {newest} {what} {self._options.run!r}"
-                if not flying
-                else f"step {step} cannot be saved: step {newest} {what}",
-                kind="step-exists",
-                hint="restore() first to continue the run, choose another run=, or pass"
-                " overwrite=True",
-                step=step,
-                newest=newest,
-                run=self._options.run,
-            )
-
-    def _lineage_step(self) -> int | None:
-        """Step of the commit that the next save continues from."""
-        if self._pipeline.lineage_step is None and not self._lineage_known:
-            with contextlib.suppress(NotFoundError):
-                self._pipeline.lineage_step = self._store.head(self._options.run).step
-            self._lineage_known = True
-        return self._pipeline.lineage_step
-
     # restoring -------------------------------------------------------------------------------
 
     def restore(
@@ -341,7 +314,7 @@ class Checkpointer:
         Raises what `restore_into` raises; `NotFoundError` for a step whose save has failed has
         that failure as its cause.
         """
-        with self._call():
+        with self._calls.exclusive():
             self._wait_idle(None)
             try:
                 restored = restore_into(
@@ -363,7 +336,7 @@ class Checkpointer:
 
     def steps(self) -> list[int]:
         """The steps of this run that can be restored, oldest first; empty for a new run."""
-        self._check_open()
+        self._calls.check_open()
         try:
             return self._store.steps(self._options.run)
         except NotFoundError:
@@ -383,7 +356,6 @@ class Checkpointer:
             _log.debug("the restored state cannot be saved: %s", error)
         self._previous = captured
         self._pipeline.restored(commit, captured)
-        self._lineage_known = True
         self._newest_step = self._saved_step = None
         self._deferred = False
         self._due.seen(commit.step, started=True)
@@ -395,7 +367,7 @@ class Checkpointer:
 
         Raises `StateError` (kind "pending") after `timeout` seconds; saves go on in that case.
         """
-        self._check_open()
+        self._calls.check_open()
         self._wait_idle(timeout)
         self._raise_failure()
 
@@ -406,10 +378,10 @@ class Checkpointer:
         it is the state *now* that is saved, so close right after the loop. Raises the first
         failure that nobody was told yet, after everything has been released.
         """
-        self._check_process()
-        if self._closed:
+        self._calls.check_process()
+        if self._calls.closed:
             return
-        with self._call():
+        with self._calls.exclusive():
             failure: DeltackptError | None = None
             try:
                 self._save_final()
@@ -423,7 +395,7 @@ class Checkpointer:
             raise failure
 
     def __enter__(self) -> Self:
-        self._check_open()
+        self._calls.check_open()
         return self
 
     def __exit__(
@@ -437,7 +409,7 @@ class Checkpointer:
         if error is None:
             self.close()
             return
-        if self._closed or os.getpid() != self._pid:
+        if self._calls.closed or self._calls.forked:
             return
         try:
             self._wait_idle(None)
@@ -463,7 +435,7 @@ class Checkpointer:
             raise failure
 
     def _release(self) -> None:
-        self._closed = True
+        self._calls.closed = True
         self._guard.remove()
         self._signals.uninstall()
         self._finalizer.detach()
@@ -484,36 +456,6 @@ class Checkpointer:
         if failure is not None:
             raise failure
 
-    # guards ----------------------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def _call(self) -> Generator[None]:
-        self._check_open()
-        if not self._calling.acquire(blocking=False):
-            raise StateError(
-                "save, step, restore or close was called while another of them is running",
-                kind="reentrant",
-                hint="call them from one thread, and never from a signal handler: use save_on=",
-            )
-        try:
-            yield
-        finally:
-            self._calling.release()
-
-    def _check_open(self) -> None:
-        self._check_process()
-        if self._closed:
-            raise StateError("the checkpointer is closed", kind="closed")
-
-    def _check_process(self) -> None:
-        if os.getpid() != self._pid:
-            raise StateError(
-                f"this checkpointer was opened by process {self._pid}, and this is its forked "
-                f"child {os.getpid()}",
-                kind="forked",
-                hint="save in the process that trains, or open a checkpointer of its own run here",
-            )
-
 
 def _no_delivery(progress: SaveProgress) -> None:
     """A dropped save has no error to deliver."""
@@ -521,17 +463,3 @@ def _no_delivery(progress: SaveProgress) -> None:
 
 def _everything(path: str, tensor: torch.Tensor) -> bool:
     return True
-
-
-def _environment() -> bytes:
-    """What is recorded about where a step was made; information only."""
-    return msgspec.msgpack.encode(
-        {
-            "deltackpt": __version__,
-            "torch": str(torch.__version__),
-            "python": platform.python_version(),
-            "platform": sys.platform,
-            "machine": platform.machine(),
-            "world": 1,
-        }
-    )

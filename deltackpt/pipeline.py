@@ -17,22 +17,19 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib
 import logging
 import queue
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import msgspec
 from deltackpt_store.client import Outcome, WriterClient
-from deltackpt_store.errors import DeltackptError, StorageError, from_wire, to_wire
+from deltackpt_store.errors import DeltackptError
 from deltackpt_store.manifest import Commit, Layout
-from deltackpt_store.oserror import storage_error
-from deltackpt_store.protocol import Committed
 from deltackpt_store.store import Store
 
 from . import events, lifecycle
@@ -40,8 +37,11 @@ from .baseline import Baseline, Baselines, proven_table
 from .capture import Capture
 from .cuda.split import SplitStager
 from .options import Options
+from .outcome import report_of, timed_out, typed_error
 from .report import SaveProgress, SaveReport
+from .retain import Retention
 from .stage import Job, Stager, Staging, versions_of
+from .steporder import StepOrder
 from .writerlink import WriterLink
 
 _log = logging.getLogger("deltackpt")
@@ -94,10 +94,12 @@ class SavePipeline:
         store: Store,
         options: Options,
         observers: events.Observers,
+        order: StepOrder,
         stager: Stager | None = None,
     ) -> None:
         seed = secrets.randbits(64)
         self._store, self._options, self._observers = store, options, observers
+        self._order = order
         self._stager = stager or SplitStager(seed=seed, threads=options.threads)
         self._link = WriterLink(
             store.path, options, seed, max_in_flight=MAX_IN_FLIGHT, on_result=self._on_result
@@ -110,11 +112,9 @@ class SavePipeline:
         self._actions: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._stopping = False
         self._threads: list[threading.Thread] = []
-        self._retention: Any = _find_retention() if options.keep is not None else None
+        self._retain = Retention(store, options.run, options.keep, observers)
         self.last: SaveReport | None = None
         """The newest durable save."""
-        self.lineage_step: int | None = None
-        """Step of the commit that the next save continues, as far as this object knows."""
 
     # training thread -------------------------------------------------------------------------
 
@@ -159,7 +159,7 @@ class SavePipeline:
         """
         with self._condition:
             self._baselines.restored(commit)
-            self.lineage_step = commit.step if commit.run == self._options.run else None
+            self._order.restored(commit)
         if capture is not None:
             progress = SaveProgress(commit.run, commit.step, self._delivered, time.perf_counter())
             task = _Task(progress, self._deadline(), capture, restored=commit)
@@ -273,7 +273,7 @@ class SavePipeline:
             if not task.progress.is_done:
                 self._hand_over(task, task.request)
         except BaseException as error:
-            self._fail(task, _typed(error))
+            self._fail(task, typed_error(error))
             if task.client is not None:
                 with contextlib.suppress(DeltackptError):
                     task.client.abort(task.save)
@@ -371,28 +371,16 @@ class SavePipeline:
         staging, request = task.staging, task.request
         assert staging is not None
         assert request is not None
-        report = _report(task.progress, request, staging, client, outcome)
+        report = report_of(task.progress, staging, client, outcome, skipped=request.skipped)
         with self._condition:
             commit = (outcome.run, outcome.number)
             self._baselines.committed(staging.table, client, save, commit)
-            self.lineage_step = outcome.step
+            self._order.committed(outcome.step)
             self.last = report
         task.progress.commit(report)
         self._observers(events.Committed(outcome.run, outcome.step, report))
         self._retain(outcome.step)
         self._end(task)
-
-    def _retain(self, step: int) -> None:
-        """Apply `keep`; `retention.apply` returns the steps that it took off the list."""
-        if self._retention is None:
-            return
-        run = self._options.run
-        try:
-            removed = tuple(self._retention.apply(self._store, run, self._options.keep))
-            if removed:
-                self._observers(events.Compacted(run, step, removed))
-        except Exception as error:  # what should have gone is still there: nothing is lost
-            _log.warning("retention of run %s failed: %s", run, error)
 
     # any thread ------------------------------------------------------------------------------
 
@@ -433,65 +421,5 @@ class SavePipeline:
             self._errors.pop(id(progress), None)
 
 
-def timed_out(what: str, step: int, seconds: float) -> StorageError:
-    """The error of a save that storage did not take in `durable_timeout` seconds."""
-    return StorageError(
-        f"step {step} was not {what} within {seconds:g} s",
-        kind="timeout",
-        hint="the storage hangs or is too slow: check it, save less often or raise durable_timeout",
-        step=step,
-        seconds=seconds,
-    )
-
-
-def _report(
-    progress: SaveProgress,
-    request: Request,
-    staging: Staging,
-    client: WriterClient,
-    outcome: Committed,
-) -> SaveReport:
-    stats = outcome.stats
-    return SaveReport(
-        step=outcome.step, run=outcome.run, commit=outcome.number, root=outcome.root.hex(),
-        stall_seconds=progress.stall, staged_seconds=progress.staged_seconds,
-        durable_seconds=time.perf_counter() - progress.started,
-        state_bytes=int(stats["state_bytes"]), changed_bytes=staging.changed_bytes,
-        staged_bytes=staging.staged_bytes, written_bytes=int(stats["written_bytes"]),
-        chunks=staging.chunks, changed_chunks=staging.changed_chunks,
-        dedup_hits=int(stats["dedup_chunks"]), codecs=_codec_mix(stats),
-        skipped=request.skipped, ring_bytes=client.slots_used * client.slot_bytes,
-        devices=staging.devices,
-    )  # fmt: skip
-
-
-def _codec_mix(stats: Mapping[str, float]) -> dict[str, int]:
-    """Stored chunks by codec, from the writer's figures (``codec.<name>.chunks``)."""
-    prefix, suffix = "codec.", ".chunks"
-    return {
-        name[len(prefix) : -len(suffix)]: int(count)
-        for name, count in stats.items()
-        if name.startswith(prefix) and name.endswith(suffix)
-    }
-
-
 def _nothing() -> None:
     """Wakes the finishing thread."""
-
-
-def _typed(error: BaseException) -> DeltackptError:
-    if isinstance(error, DeltackptError):
-        return error
-    if isinstance(error, OSError):
-        return storage_error(error, "stage a save for", "the writer")
-    typed = from_wire(to_wire(error))
-    typed.__cause__ = error
-    return typed
-
-
-def _find_retention() -> Any:
-    try:
-        return importlib.import_module("deltackpt_store.retention")
-    except ModuleNotFoundError:
-        _log.warning("this version keeps every step: keep= has no effect yet")
-        return None

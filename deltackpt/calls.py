@@ -1,0 +1,58 @@
+"""Who may call a checkpointer, and when: one at a time, in its process, until it is closed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Generator
+
+from deltackpt_store.errors import StateError
+
+
+class Calls:
+    """The checks that open every public method. Any thread may ask."""
+
+    def __init__(self) -> None:
+        self._pid = os.getpid()
+        self._calling = threading.Lock()
+        self.closed = False
+
+    @property
+    def forked(self) -> bool:
+        """Whether this is a child of the process that made the object."""
+        return os.getpid() != self._pid
+
+    def check_process(self) -> None:
+        """Raise `StateError` (kind "forked") in a forked child."""
+        if self.forked:
+            raise StateError(
+                f"this checkpointer was opened by process {self._pid}, and this is its forked "
+                f"child {os.getpid()}",
+                kind="forked",
+                hint="save in the process that trains, or open a checkpointer of its own run here",
+            )
+
+    def check_open(self) -> None:
+        """As :meth:`check_process`, and `StateError` (kind "closed") after close."""
+        self.check_process()
+        if self.closed:
+            raise StateError("the checkpointer is closed", kind="closed")
+
+    @contextlib.contextmanager
+    def exclusive(self) -> Generator[None]:
+        """One caller at a time; a second one is refused rather than made to wait.
+
+        Waiting could be for ever: a signal handler runs on top of the call it would wait for.
+        """
+        self.check_open()
+        if not self._calling.acquire(blocking=False):
+            raise StateError(
+                "save, step, restore or close was called while another of them is running",
+                kind="reentrant",
+                hint="call them from one thread, and never from a signal handler: use save_on=",
+            )
+        try:
+            yield
+        finally:
+            self._calling.release()

@@ -1,0 +1,69 @@
+"""How a save ends: with figures, or with a typed error."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+from deltackpt_store.client import WriterClient
+from deltackpt_store.errors import DeltackptError, StorageError, from_wire, to_wire
+from deltackpt_store.oserror import storage_error
+from deltackpt_store.protocol import Committed
+
+from .report import SaveProgress, SaveReport
+from .stage import Staging
+
+
+def timed_out(what: str, step: int, seconds: float) -> StorageError:
+    """The error of a save that storage did not take in `durable_timeout` seconds."""
+    return StorageError(
+        f"step {step} was not {what} within {seconds:g} s",
+        kind="timeout",
+        hint="the storage hangs or is too slow: check it, save less often or raise durable_timeout",
+        step=step,
+        seconds=seconds,
+    )
+
+
+def report_of(
+    progress: SaveProgress,
+    staging: Staging,
+    client: WriterClient,
+    outcome: Committed,
+    *,
+    skipped: int,
+) -> SaveReport:
+    """The figures of a save that has just become durable."""
+    stats = outcome.stats
+    return SaveReport(
+        step=outcome.step, run=outcome.run, commit=outcome.number, root=outcome.root.hex(),
+        stall_seconds=progress.stall, staged_seconds=progress.staged_seconds,
+        durable_seconds=time.perf_counter() - progress.started,
+        state_bytes=int(stats["state_bytes"]), changed_bytes=staging.changed_bytes,
+        staged_bytes=staging.staged_bytes, written_bytes=int(stats["written_bytes"]),
+        chunks=staging.chunks, changed_chunks=staging.changed_chunks,
+        dedup_hits=int(stats["dedup_chunks"]), codecs=_codec_mix(stats),
+        skipped=skipped, ring_bytes=client.slots_used * client.slot_bytes,
+        devices=staging.devices,
+    )  # fmt: skip
+
+
+def _codec_mix(stats: Mapping[str, float]) -> dict[str, int]:
+    """Stored chunks by codec, from the writer's figures (``codec.<name>.chunks``)."""
+    prefix, suffix = "codec.", ".chunks"
+    return {
+        name[len(prefix) : -len(suffix)]: int(count)
+        for name, count in stats.items()
+        if name.startswith(prefix) and name.endswith(suffix)
+    }
+
+
+def typed_error(error: BaseException) -> DeltackptError:
+    """`error`, met while staging, as one of the project's; the original is its cause."""
+    if isinstance(error, DeltackptError):
+        return error
+    if isinstance(error, OSError):
+        return storage_error(error, "stage a save for", "the writer")
+    typed = from_wire(to_wire(error))
+    typed.__cause__ = error
+    return typed
