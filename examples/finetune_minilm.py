@@ -14,6 +14,7 @@ import argparse
 import importlib.util
 import json
 import os
+import random
 import sysconfig
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from typing import Any
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import numpy
 import torch
 from transformers import BertForMaskedLM, BertTokenizerFast
 from transformers import logging as transformers_logging
@@ -88,6 +90,8 @@ def main() -> None:
     parser.add_argument("--window", type=int, default=64)
     args = parser.parse_args()
 
+    random.seed(0)
+    numpy.random.seed(0)
     torch.manual_seed(0)
     model, tokenizer = pretrained()
     model.train()
