@@ -18,18 +18,12 @@ from torch import nn
 import deltackpt.stage as stage_module
 from deltackpt import events
 from deltackpt.checkpointer import Checkpointer
-from deltackpt.reading import Step
-from deltackpt.views import rebuild
+from deltackpt.load import load
 
 
 def saved(path: Path | str, step: int | None = None, run: str = "main") -> dict[str, Any]:
     """The state of a committed step, every chunk verified; no live object involved."""
-    store = Store.open(path)
-    commit = store.head(run) if step is None else store.find(run, step)
-    found = Step(store, commit, None)
-    memory = found.read_all(found.extents_of(found.selected), None)
-    state = found.build(lambda _, view: rebuild(view, memory[view.extent]), found.selected)
-    return {key: value for key, value in state.items() if not str(key).startswith("#")}
+    return load(path, run, step)
 
 
 def steps(path: Path | str, run: str = "main") -> list[int]:
