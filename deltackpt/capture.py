@@ -13,6 +13,7 @@ from torch import Tensor
 from . import extents, params, rng
 from .extents import BufferPool, Source
 from .nodes import ChangedError, Leaves
+from .small import SmallBytes
 from .tree import Tree, Walker
 from .values import encode
 
@@ -48,19 +49,28 @@ class Capture:
     `layout` is the very object of the previous capture when nothing but values changed, so
     ``capture.layout is previous.layout`` tells the writer to keep its copy.
     `objects`: every object slot -> value document, frozen at the call.
-    `inline`: every extent of at most 512 bytes -> its bytes, frozen at the call.
+    `inline`: every extent of at most 512 bytes -> its bytes, frozen at the call (the first access
+    waits for those that come from a device).
     `sources`: every other extent -> :class:`Source`.
     `state_bytes`: sum of all extents' lengths.
     """
 
     layout: Layout
     objects: dict[int, bytes]
-    inline: dict[int, bytes]
+    _inline: dict[int, bytes]
+    _small: list[SmallBytes]
     sources: dict[int, Source]
     state_bytes: int
     _compiled: _Compiled
     _pool: BufferPool
     _buffers: list[Tensor] = field(default_factory=lambda: list[Tensor]())
+
+    @property
+    def inline(self) -> dict[int, bytes]:
+        while self._small:
+            self._inline.update(self._small[-1].resolve())
+            self._small.pop()
+        return self._inline
 
     def release(self) -> None:
         """Give private copies back to the pool and drop all tensors: call once all is staged.
@@ -113,11 +123,19 @@ def capture(
     }
     documents.update(compiled.constant)
     pool = pool if pool is not None else BufferPool()
-    inline, sources, buffers = compiled.plan.take(
+    inline, small, sources, buffers = compiled.plan.take(
         leaves.tensors, measured, overlap=overlap, pool=pool
     )
     return Capture(
-        compiled.layout, documents, inline, sources, compiled.state_bytes, compiled, pool, buffers
+        compiled.layout,
+        documents,
+        inline,
+        small,
+        sources,
+        compiled.state_bytes,
+        compiled,
+        pool,
+        buffers,
     )
 
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from . import spans
 from .buffers import BufferPool
 from .probing import Facts, Probe, probe
+from .small import SmallBytes
 from .tensors import refuse_unsupported
 from .values import dtype_name
 from .views import dress, rebuild
@@ -134,13 +135,14 @@ class Plan:
 
     def take(
         self, tensors: Sequence[Tensor], measured: Probe, *, overlap: bool, pool: BufferPool
-    ) -> tuple[dict[int, bytes], dict[int, Source], list[Tensor]]:
-        """Inline bytes and sources by extent, and the pool's buffers that sources look at."""
+    ) -> tuple[dict[int, bytes], list[SmallBytes], dict[int, Source], list[Tensor]]:
+        """Inline bytes by extent, more of them on their way, sources by extent, and the pool's
+        buffers that sources look at."""
         at = (measured.address[self._inline_first] + self._inline_shift).tolist()
         string_at = ctypes.string_at
         inline: dict[int, bytes] = dict.fromkeys(self._empty, b"")
         inline.update(zip(self._inline, map(string_at, at, self._inline_bytes), strict=True))
-        inline.update(self._gather_small(tensors, measured))
+        small = self._gather_small(tensors, measured)
         sources: dict[int, Source] = {}
         copies: list[int] = []
         for e in self._large:
@@ -151,7 +153,7 @@ class Plan:
             else:
                 copies.append(e)
         buffers = self._copy(copies, tensors, measured, sources, pool)
-        return inline, sources, buffers
+        return inline, small, sources, buffers
 
     def _flat(self, extent: int, tensors: Sequence[Tensor], measured: Probe) -> Tensor | None:
         """The extent in place, from any member whose storage holds all of it."""
@@ -189,22 +191,20 @@ class Plan:
             )
             out[begin - start : begin - start + own.numel()].copy_(own)
 
-    def _gather_small(self, tensors: Sequence[Tensor], measured: Probe) -> dict[int, bytes]:
-        """Small extents that are not plain CPU bytes: one transfer per device."""
+    def _gather_small(self, tensors: Sequence[Tensor], measured: Probe) -> list[SmallBytes]:
+        """Small extents that are not plain CPU bytes: one transfer per device, not waited for."""
         parts: dict[torch.device, list[tuple[int, Tensor]]] = {}
         for e in self._packed_inline:
-            device = tensors[self._cuts[e].members[0]].device
-            data = torch.empty(self.specs[e].nbytes, dtype=torch.uint8, device=device)
-            self._fill(e, data, tensors, measured)
+            data = self._flat(e, tensors, measured) if self._cuts[e].dims is None else None
+            if data is None:
+                device = tensors[self._cuts[e].members[0]].device
+                data = torch.empty(self.specs[e].nbytes, dtype=torch.uint8, device=device)
+                self._fill(e, data, tensors, measured)
             parts.setdefault(data.device, []).append((e, data))
-        out: dict[int, bytes] = {}
-        for items in parts.values():
-            joined = torch.cat([data for _, data in items]).cpu().numpy().tobytes()
-            at = 0
-            for e, data in items:
-                out[e] = joined[at : at + data.numel()]
-                at += data.numel()
-        return out
+        return [
+            SmallBytes([e for e, _ in items], [data for _, data in items])
+            for items in parts.values()
+        ]
 
     def _copy(
         self,

@@ -1,0 +1,43 @@
+"""Small extents on a device: brought to the host together, without the training thread waiting."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+class SmallBytes:
+    """Bytes of small extents of one device, frozen when this was made, perhaps still on their way.
+
+    The copy is queued on the current stream of the making (training) thread, into page-locked
+    memory; :meth:`resolve` waits for it and may be called from any thread.
+    """
+
+    def __init__(self, extents: Sequence[int], pieces: Sequence[Tensor]) -> None:
+        """`pieces`: the flat uint8 bytes of each extent, all on one device, read right now."""
+        self._extents = tuple(extents)
+        self._sizes = [piece.numel() for piece in pieces]
+        joined = torch.cat(list(pieces))
+        self._event: torch.cuda.Event | None = None
+        if joined.device.type == "cuda":
+            with torch.cuda.device(joined.device):
+                self._host = torch.empty(joined.numel(), dtype=torch.uint8, pin_memory=True)
+                self._host.copy_(joined, non_blocking=True)
+                self._event = torch.cuda.Event(blocking=True)
+                self._event.record()
+        else:
+            self._host = joined.cpu()
+
+    def resolve(self) -> dict[int, bytes]:
+        """Extent -> its bytes."""
+        if self._event is not None:
+            self._event.synchronize()
+        whole = self._host.numpy().tobytes()
+        out: dict[int, bytes] = {}
+        at = 0
+        for extent, size in zip(self._extents, self._sizes, strict=True):
+            out[extent] = whole[at : at + size]
+            at += size
+        return out
