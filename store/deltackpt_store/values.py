@@ -60,6 +60,7 @@ from deltackpt_store.values_decode import (
     Placeholder,
     decode,
     decode_node,
+    find_member,
     read_dtype,
 )
 
@@ -302,7 +303,17 @@ def _encode_enum(value: enum.Enum) -> list[Any]:
             f"is an enum defined inside a function ({kind.__qualname__})",
             "define the enum at the top of a module, or save value.name",
         )
-    return ["enum", kind.__module__, kind.__qualname__, value.name or ""]
+    name = value.name or ""
+    try:
+        found = find_member(kind, name)
+    except (MalformedError, KeyError):
+        found = None
+    if found is not value and found != value:
+        raise _RefusedError(
+            f"is the value {value.value!r} of {kind.__qualname__}, which names only part of it",
+            "save value.value",
+        )
+    return ["enum", kind.__module__, kind.__qualname__, name]
 
 
 def _encode_namedtuple(value: Any, depth: int) -> list[Any]:

@@ -253,15 +253,20 @@ def _enum(payload: list[Any], depth: int) -> enum.Enum:
     kind = find_class(module, qualname)
     if kind is None or not issubclass(kind, enum.Enum):
         raise _ClassNotLoadedError(f"{module}.{qualname}")
+    return find_member(kind, _text(name))
+
+
+def find_member(kind: type[enum.Enum], name: str) -> enum.Enum:
+    """The member of that name; of flags also a union of members, as ``A|B``."""
     members = kind.__members__
     if name in members:
         return members[name]
     if issubclass(kind, enum.Flag):
         value: Any = kind(0)
-        for part in filter(None, _text(name).split("|")):
+        for part in filter(None, name.split("|")):
             value |= members[part]
         return value
-    raise MalformedError(f"{module}.{qualname} has no member {name!r}")
+    raise MalformedError(f"{kind.__module__}.{kind.__qualname__} has no member {name!r}")
 
 
 def _path(payload: list[Any], depth: int) -> pathlib.PurePath:

@@ -280,6 +280,21 @@ def test_no_code_named_by_a_document_runs() -> None:
         assert decode(pack(["nt", "not.there", "P", ["a"], [1]])) == (1,)
 
 
+class Mask(enum.IntFlag):
+    A = 1
+    B = 2
+
+
+def test_flags_with_bits_that_have_no_name_are_refused() -> None:
+    """Bits without a name were dropped: 8 came back as 0, and 9 could not be restored at all."""
+    for value in (Mask.A, Mask.A | Mask.B, Mask(0)):
+        assert decode(encode(value)) == value
+    for value in (Mask(8), Mask(9)):
+        with pytest.raises(InvalidInputError, match="names only part") as caught:
+            encode(value, "meta/mask")
+        assert caught.value.context["path"] == "meta/mask"
+
+
 def test_an_enum_that_is_not_loaded_names_its_path() -> None:
     with pytest.raises(InvalidInputError, match="import the module") as caught:
         decode(pack(["enum", "not.there", "Mode", "A"]), "meta/mode")
