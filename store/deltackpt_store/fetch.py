@@ -78,6 +78,7 @@ class Fetcher:
         self._io: FileIO = packs.io
         self._handles: OrderedDict[str, int] = OrderedDict()
         self._scratch = bytearray()
+        self._output = bytearray()
         self._references: OrderedDict[bytes, bytearray] = OrderedDict()
         self._cached = 0
         # Buffers that fell out of the cache: still in use by the chunk at hand, or free for reuse.
@@ -234,6 +235,12 @@ class Fetcher:
         if len(self._scratch) < length:
             self._scratch = bytearray(max(length, at_least))
         return memoryview(self._scratch)[:length]
+
+    def output(self, length: int) -> memoryview:
+        """`length` bytes of another buffer, to decode a chunk into that nobody keeps."""
+        if len(self._output) < length:
+            self._output = bytearray(length)
+        return memoryview(self._output)[:length]
 
 
 def unreadable(chunk_id: bytes, reason: str, kind: str = "damaged-chunk") -> CorruptionError:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import msgspec
@@ -161,29 +161,36 @@ class History:
         Commits that were abandoned by going back to an earlier step are left out.
         """
         found = Commits()
-        numbers = self.numbers(run)
-        while numbers and not found:
-            self._collect(run, numbers.pop(), found)
-        if not found:
-            raise self._nothing(run, found)
-        parent = found[0].parent
-        expected = {parent[1]: parent[2]} if parent and parent[0] == run else {}
-        for number in reversed(_within(numbers, found[0])):
-            commit = self._collect(run, number, found, expected.get(number))
-            if commit and commit.parent and commit.parent[0] == run:
-                expected[commit.parent[1]] = commit.parent[2]
-        if not found[0].ancestors:
-            self._walk(run, found, set(numbers))
+        for _ in self._newest_first(run, found):
+            pass
         found.reverse()
         return found
 
-    def _walk(self, run: str, found: Commits, numbers: set[int]) -> None:
-        """Follow the parents of the last of `found` one by one, for records without ancestors."""
-        commit = found[-1]
-        while commit and commit.parent and commit.parent[0] == run and commit.parent[1] in numbers:
-            _, number, digest = commit.parent
-            numbers.discard(number)
-            commit = self._collect(run, number, found, digest)
+    def _newest_first(self, run: str, found: Commits) -> Iterator[Commit]:
+        """Read the lineage from the head on, one by one, into `found`."""
+        numbers = self.numbers(run)
+        head: Commit | None = None
+        while numbers and head is None:
+            head = self._collect(run, numbers.pop(), found)
+        if head is None:
+            raise self._nothing(run, found)
+        yield head
+        expected: dict[int, bytes] = {}  # digests by which successors name their parents
+        todo = _within(numbers, head)
+        commit: Commit | None = head
+        while True:
+            if commit and commit.parent and commit.parent[0] == run:
+                parent = commit.parent[1]
+                expected[parent] = commit.parent[2]
+                # A record that does not list its ancestors names one of them at least.
+                if not head.ancestors and not todo and parent < commit.number:
+                    todo = _only(numbers, parent)
+            if not todo:
+                return
+            number = todo.pop()
+            commit = self._collect(run, number, found, expected.get(number))
+            if commit is not None:
+                yield commit
 
     def find(self, run: str, step: int | None = None) -> Commit:
         """The commit of `step` (None: the head). The lineage comes first, then abandoned steps.
@@ -192,8 +199,7 @@ class History:
         """
         if step is None:
             return self.head(run)
-        lineage = self.lineage(run)
-        for commit in reversed(lineage):
+        for commit in self._newest_first(run, Commits()):
             if commit.step == step:
                 return commit
         everything = self.commits(run)
@@ -298,11 +304,18 @@ class History:
         return found
 
     def read_pin(self, name: str) -> Pin:
-        """One pin, checked; NotFoundError or CorruptionError when it is not."""
+        """One pin, checked; NotFoundError, CorruptionError or UnsupportedFormatError."""
         check_name(name, "pin")
         relative = f"pins/{name}"
         data = self._read(relative, _MAX_PIN_BYTES, "pin")
         body, check = data[:-32], data[-32:]
+        newer = body.startswith(_PIN_MAGIC[:-1]) and not body.startswith(_PIN_MAGIC)
+        if newer and blake3(body).digest() == check:
+            raise UnsupportedFormatError(
+                f"pin {relative} has a newer format version",
+                hint="upgrade deltackpt",
+                path=relative,
+            )
         try:
             if blake3(body).digest() != check or not body.startswith(_PIN_MAGIC):
                 raise ValueError("its digest does not match its content")
@@ -435,6 +448,12 @@ def _within(numbers: list[int], commit: Commit) -> list[int]:
     for first, last in commit.ancestors:
         chosen += numbers[bisect_left(numbers, first) : bisect_right(numbers, last)]
     return chosen
+
+
+def _only(numbers: list[int], number: int) -> list[int]:
+    """`number` if it is one of the ascending `numbers`."""
+    place = bisect_left(numbers, number)
+    return numbers[place : place + 1] if numbers[place : place + 1] == [number] else []
 
 
 def _some(names: list[str]) -> str:

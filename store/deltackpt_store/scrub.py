@@ -177,8 +177,7 @@ class _Scrub:
             head = decode_record(piece, path, place.offset)
             if head.refs != place.refs:
                 raise unreadable(chunk_id, f"its record in {path} differs from the table")
-            out = memoryview(bytearray(place.raw))
-            task = Task(chunk_id, out, place)
+            task = Task(chunk_id, fetcher.output(place.raw), place)
             fetcher.decode(task, piece[: place.header], piece[place.header :])
         elif place.stored != place.raw or blake3(piece).digest() != chunk_id:
             raise mismatch(chunk_id, place.pack)

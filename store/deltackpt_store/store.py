@@ -88,7 +88,7 @@ class Store(History):
             raise NotFoundError(
                 f"{where} is not a deltackpt store: it has no file FORMAT",
                 kind="not-a-store",
-                hint="name the directory that a Checkpointer was given",
+                hint=_without_format(io, where),
                 path=where,
             )
         return cls(where, io, description)
@@ -104,10 +104,11 @@ class Store(History):
     ) -> Store:
         """Make a store at `path` (parents too), durable on return, or open the one that is there.
 
-        Of several processes that create one path at once, all get the same store. With
-        `exist_ok` False an existing store is refused. A directory that holds anything else is
-        refused untouched. `mode` are the permission bits of the directories made here (for
-        example 0o2775 for a group); the default follows the umask.
+        Meant for writing: UnsupportedFormatError when this package may only read that store. Of
+        several processes that create one path at once, all get the same store. With `exist_ok`
+        False an existing store is refused. A directory that holds anything else is refused
+        untouched. `mode` are the permission bits of the directories made here (for example 0o2775
+        for a group); the default follows the umask.
         """
         io = io or FileIO()
         where = _absolute(path)
@@ -226,6 +227,21 @@ def _read_format(io: FileIO, path: str) -> Format | None:
         raise storage_error(error, "open the store, reading", name) from error
 
 
+def _without_format(io: FileIO, path: str) -> str:
+    """What to do about a path that has no FORMAT."""
+    try:
+        names = set(io.list(path))
+    except OSError:
+        return "name the directory that a Checkpointer was given"
+    if _looks_like_a_store(names):
+        return "it looks like one whose FORMAT was lost: copy that back from a copy of the store"
+    return "name the directory that a Checkpointer was given"
+
+
+def _looks_like_a_store(names: set[str]) -> bool:
+    return {"packs", "manifests", "runs"} <= names
+
+
 def _create(io: FileIO, path: str, exist_ok: bool, mode: int | None) -> Format:
     """Make or open; FORMAT comes last, so that what has one is complete. Raises OSError."""
     description = _read_format(io, path)
@@ -237,6 +253,8 @@ def _create(io: FileIO, path: str, exist_ok: bool, mode: int | None) -> Format:
             io.chmod(path, mode)
     elif not exist_ok:
         raise _exists(path)
+    else:
+        description.require("write", path)
     missing = [name for name in DIRECTORIES if not io.exists(f"{path}/{name}")]
     for name in missing:
         directory = f"{path}/{name}"
@@ -284,7 +302,7 @@ def _refuse_foreign(io: FileIO, path: str) -> None:
             f"{path} is not empty and not a store (it holds {sorted(foreign)[0]!r})",
             kind="not-empty",
             hint="its file FORMAT is lost: copy it back from a copy of the store"
-            if {"packs", "manifests", "runs"} <= {*names}
+            if _looks_like_a_store(set(names))
             else "name a new or empty directory",
             path=path,
         )

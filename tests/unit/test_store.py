@@ -175,7 +175,7 @@ def test_create_does_not_replace_a_lost_format(small: SmallStore, tmp_path: Path
     os.unlink(f"{small.path}/FORMAT")
     with pytest.raises(InvalidInputError, match="FORMAT is lost"):
         Store.create(small.path)
-    with pytest.raises(NotFoundError, match="FORMAT"):
+    with pytest.raises(NotFoundError, match="FORMAT was lost"):
         Store.open(small.path)
     assert not os.path.exists(f"{small.path}/FORMAT")
 
@@ -284,6 +284,8 @@ def test_features_needed_for_writing_do_not_prevent_reading(tmp_path: Path) -> N
     for purpose, missing in (("write", "fences"), ("gc", "leases")):
         with pytest.raises(UnsupportedFormatError, match=missing):
             opened.format.require(purpose, opened.path)  # type: ignore[arg-type]
+    with pytest.raises(UnsupportedFormatError, match="fences"):
+        Store.create(store.path)
 
 
 def test_every_damaged_byte_of_format_is_noticed(tmp_path: Path) -> None:
