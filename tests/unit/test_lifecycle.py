@@ -188,9 +188,9 @@ def run_script(body: str, path: Path, writer: str, *, code: int = 0) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("writer", ["process", "thread"])
 @pytest.mark.parametrize(
-    "ending", ["", "sys.exit(3)", "raise ZeroDivisionError", "train(); train()"]
+    ("writer", "ending"),
+    [("thread", ""), ("process", ""), ("process", "sys.exit(3)"), ("process", "train(); 1 / 0")],
 )
 def test_a_script_that_just_ends_keeps_its_last_save(
     tmp_path: Path, writer: str, ending: str
