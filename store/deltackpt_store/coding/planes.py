@@ -34,7 +34,7 @@ class Coded(NamedTuple):
 
 def encode_planes(raw: memoryview, width: int, entropy: Entropy, noise: int = 0) -> Coded:
     """Code a chunk by itself. Planes with a bit in `noise` are stored as they are."""
-    return _encode(elements_of(raw, width), raw, width, entropy, noise)
+    return _encode(elements_of(raw, width), raw, entropy, noise, chance=False)
 
 
 def encode_delta(
@@ -43,11 +43,14 @@ def encode_delta(
     """Code a chunk as the difference to a reference of any length."""
     values = elements_of(raw, width)
     coded = difference(values, reference_elements(reference, len(values), width))
-    return _encode(coded, raw, width, entropy, noise)
+    return _encode(coded, raw, entropy, noise, chance=True)
 
 
-def _encode(values: Elements, raw: memoryview, width: int, entropy: Entropy, noise: int) -> Coded:
-    packed = pack(split(values), entropy, noise)
+def _encode(
+    values: Elements, raw: memoryview, entropy: Entropy, noise: int, *, chance: bool
+) -> Coded:
+    width = values.itemsize
+    packed = pack(split(values), entropy, noise, chance=chance)
     payload = packed.payload
     rest = raw[len(values) * width :]
     if len(rest):

@@ -6,16 +6,20 @@ A stream of known length is stored as one of
     1  constant  one byte, which every byte of the stream equals
     2  lz4       one LZ4 block
     3  zstd      one Zstandard frame that declares its content size
+    4  nibbles   15 listed values, then the stream of the codes, two to a byte (the first in the low
+                 bits), then the stream of the values that are not listed, whose code is 15
+    5  crumbs    the same with 3 listed values, four codes to a byte, and code 3
 
 The *table* has one entry per stream: the method as one byte and, for lz4 and zstd, the stored
-length as an unsigned LEB128 number of at most 4 bytes. The stored streams follow each other in the
-payload. Noise is kept raw, which costs nothing to write and next to nothing to read.
+length as an unsigned LEB128 number; for nibbles and crumbs the entries of their two streams, which
+are of methods 0 to 3. The stored streams follow each other in the payload. Noise is kept raw, which
+costs nothing to write and next to nothing to read.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 import lz4.block
@@ -23,23 +27,41 @@ import numpy as np
 import zstandard
 from numpy.typing import NDArray
 
+from deltackpt_store.coding import symbols
+from deltackpt_store.coding.symbols import (
+    listed_count,
+    pack_symbols,
+    suits,
+    unpack_codes,
+    unpack_symbols,
+)
 from deltackpt_store.errors import CorruptionError
 from deltackpt_store.fileio import Buffer
 
 Entropy = Literal["lz4", "zstd"]
 Bytes = NDArray[np.uint8]
 
-RAW, CONSTANT, LZ4, ZSTD = 0, 1, 2, 3
+RAW, CONSTANT, LZ4, ZSTD, NIBBLES, CRUMBS = 0, 1, 2, 3, 4, 5
+PER_BYTE = {NIBBLES: symbols.NIBBLES, CRUMBS: symbols.CRUMBS}
+Press = Callable[[Buffer], bytes]
 
 _LEVEL = 1  # level 3 gains nothing on floats (docs/delta-coding.md)
 _TINY = 16  # below this no method beats raw
+_SYMBOLS = 1024  # below this lists of symbols are too dear
 
 
 class _Tools(threading.local):
     """Compression contexts, which belong to one thread each."""
 
     def __init__(self) -> None:
-        self.compress = zstandard.ZstdCompressor(level=_LEVEL, write_checksum=False).compress
+        self.general = zstandard.ZstdCompressor(level=_LEVEL, write_checksum=False).compress
+        # Differences have no structure that repeats: the fewest and longest matches are best, up
+        # to 5 % smaller than the general level and twice as fast.
+        chance = zstandard.ZstdCompressionParameters(
+            compression_level=_LEVEL, window_log=17, hash_log=6, min_match=7,
+            strategy=zstandard.STRATEGY_FAST,
+        )  # fmt: skip
+        self.chance = zstandard.ZstdCompressor(compression_params=chance).compress
         self.decompress = zstandard.ZstdDecompressor(max_window_size=1 << 27).decompress
 
 
@@ -55,40 +77,76 @@ class Packed(NamedTuple):
     noise: int
 
 
-def pack(streams: Sequence[Bytes], entropy: Entropy, noise: int = 0) -> Packed:
-    """Store each stream in the way that takes least; those with a bit in `noise` are kept raw.
+def pack(
+    streams: Sequence[Bytes], entropy: Entropy, noise: int = 0, *, chance: bool = False
+) -> Packed:
+    """Store each stream in the way that suits it; those with a bit in `noise` are kept raw.
 
-    A raw stream is referred to, not copied.
+    `chance`: the streams are differences, in which nothing repeats but by chance. A raw stream is
+    referred to, not copied.
     """
+    press = lz4_block if entropy == "lz4" else _tools.chance if chance else _tools.general
+    coded = LZ4 if entropy == "lz4" else ZSTD
     table = bytearray()
     payload: list[Buffer] = []
-    stored = found = 0
+    found = 0
     for number, stream in enumerate(streams):
-        method, data = _pack_one(stream, entropy, skip=bool(noise >> number & 1))
-        table.append(method)
-        if method in (LZ4, ZSTD):
-            table += leb128(len(data))
-        elif method == RAW:
+        if noise >> number & 1:
+            table.append(RAW)
+            payload.append(stream.data)
             found |= 1 << number
-        payload.append(data)
-        stored += len(data)
+        elif not _pack_any(stream, coded, press, table, payload):
+            found |= 1 << number
+    stored = sum(map(len, payload))
     return Packed(bytes(table), payload, stored, found)
 
 
-def _pack_one(stream: Bytes, entropy: Entropy, *, skip: bool) -> tuple[int, Buffer]:
+def lz4_block(data: Buffer) -> bytes:
+    return lz4.block.compress(data, store_size=False)
+
+
+def _pack_any(
+    stream: Bytes, coded: int, press: Press, table: bytearray, payload: list[Buffer]
+) -> bool:
+    """Append a stream by the method that suits it; False when it is kept raw."""
+    size = len(stream)
+    found = suits(stream) if size >= _SYMBOLS else None
+    if found is None:
+        method, data = _pack_plain(stream, coded, press)
+        _append(method, data, table, payload)
+        return method != RAW
+    per_byte, listed = found
+    packed = pack_symbols(stream, per_byte, listed)
+    codes = _pack_plain(packed.codes, coded, press)
+    others = _pack_plain(packed.others, coded, press)
+    if len(listed) + len(codes[1]) + len(others[1]) > size - size // 64:
+        _append(RAW, stream.data, table, payload)
+        return False
+    table.append(NIBBLES if per_byte == PER_BYTE[NIBBLES] else CRUMBS)
+    payload.append(listed)
+    _append(*codes, table, payload)
+    _append(*others, table, payload)
+    return True
+
+
+def _append(method: int, data: Buffer, table: bytearray, payload: list[Buffer]) -> None:
+    table.append(method)
+    if method in (LZ4, ZSTD):
+        table += leb128(len(data))
+    payload.append(data)
+
+
+def _pack_plain(stream: Bytes, coded: int, press: Press) -> tuple[int, Buffer]:
     size = len(stream)
     if size and stream[0] == stream[-1] == stream[size // 2] and not (stream != stream[0]).any():
         return CONSTANT, stream[:1].tobytes()
-    if size < _TINY or skip:
+    if size < _TINY:
         return RAW, stream.data
-    if entropy == "lz4":
-        data = lz4.block.compress(stream.data, store_size=False)
-    else:
-        data = _tools.compress(stream.data)
+    data = press(stream.data)
     # Less than 1.5 % is not worth what decoding it costs.
     if len(data) > size - size // 64 - 2:
         return RAW, stream.data
-    return (LZ4 if entropy == "lz4" else ZSTD), data
+    return coded, data
 
 
 class Unpacker:
@@ -123,6 +181,15 @@ class Unpacker:
     def stream(self, size: int) -> Bytes:
         """The next stream, which has `size` bytes; may be a view of the payload."""
         method = self.byte()
+        if method not in PER_BYTE:
+            return self._plain(method, size)
+        per_byte = PER_BYTE[method]
+        listed = bytes(self.bytes(listed_count(per_byte)))
+        codes = unpack_codes(self._plain(self.byte(), -(-size // per_byte)), per_byte, size)
+        others = int(np.count_nonzero(codes == len(listed)))
+        return unpack_symbols(codes, listed, self._plain(self.byte(), others))
+
+    def _plain(self, method: int, size: int) -> Bytes:
         if method == RAW:
             return np.frombuffer(self.bytes(size), np.uint8)
         if method == CONSTANT:
