@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+from collections.abc import Mapping
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -87,10 +88,11 @@ class CudaRuntime:
     """A CUDA or ROCm device. Usable from any thread; sets the current device only while it acts,
     so that no helper thread ever makes a context on device 0 by accident."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, specs: Mapping[str, KernelSpec] | None = None) -> None:
+        """`specs` replaces how kernels are compiled (to measure others)."""
         self.device = device
         self.wave = int(getattr(_cuda.get_device_properties(device), "warp_size", 32))
-        self._specs = kernel_specs(self.wave)
+        self._specs = {**kernel_specs(self.wave), **(specs or {})}
         self._options: dict[str, dict[str, int]] = {}
         for name, spec in self._specs.items():
             options = dict(spec.constants, num_warps=spec.warps)

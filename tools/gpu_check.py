@@ -1,0 +1,736 @@
+"""Everything about GPUs that only a GPU can show, in one command of under 10 minutes.
+
+    python tools/gpu_check.py [--only hash,copy,train,peers,multi] [--out gpu-check.json] [--dry]
+
+Run it from a checkout (nothing need be installed but the packages below). Each section writes its
+figures into the result file as soon as it is done; run again with `--only` for those that are
+missing, the others are kept. Exit code 1, and a line in capitals, when anything is wrong: a hash
+that differs from xxhash's, a restored byte that differs, a context on an unused device.
+
+`hash`   every kernel path against xxhash; bandwidth by chunk size and kernel variant, beside a
+         device copy and a plain read; thousands of tiny tensors; tensors at odd addresses
+`copy`   page-locking the ring; slot-sized copies, one large copy, a kernel writing straight to the
+         host; staging of a dense and of a 1 % changed state; what staging costs a matmul loop
+`train`  a transformer with AdamW: stall and slowdown of saves every step and every tenth, mostly
+         frozen and dense; a restore that is compared bit for bit
+`peers`  the same state through torch.save, DCP's async_save and a full pinned copy
+`multi`  states on two devices, and no context on a device that is not used
+
+`--dry` runs all sections at toy sizes on the CPU, kernels under Triton's interpreter: it shows that
+the tool works, its figures mean nothing.
+
+Needs torch >= 2.11 (a CUDA or ROCm build, which brings triton 3.6 or newer) and these wheels, to be
+carried along where there is no network: numpy xxhash blake3 lz4 lmdb msgspec click.
+"""
+
+# pyright: basic
+# ruff: noqa: E402  (--dry must choose the interpreter before anything imports triton)
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "store")]
+
+SECTIONS = ("hash", "copy", "train", "peers", "multi")
+DRY = "--dry" in sys.argv
+if DRY:  # before triton is imported
+    os.environ["TRITON_INTERPRET"] = "1"
+
+import numpy as np
+import torch
+from deltackpt_store.errors import StorageError
+from deltackpt_store.ring import Ring
+from torch import nn
+
+import deltackpt
+from deltackpt.cuda import selftest, specs
+from deltackpt.cuda.hasher import Counters, Hasher
+from deltackpt.cuda.runtime import CudaRuntime, HostRuntime, address_of
+from deltackpt.cuda.stager import DeviceStager
+from deltackpt.cuda.table import ChunkTable
+
+MIB, GIB = 1 << 20, 1 << 30
+SEED = 0x9E3779B97F4A7C15
+
+
+class WrongError(Exception):
+    """Something is not as it must be."""
+
+
+class Check:
+    """The device under test, the clock, and the figures so far."""
+
+    def __init__(self, out: Path, seconds: float) -> None:
+        self.out, self.deadline = out, time.monotonic() + seconds
+        self.device = torch.device("cpu") if DRY else torch.device("cuda", 0)
+        self.result: dict[str, Any] = {"sections": {}}
+        if out.exists():
+            self.result = json.loads(out.read_text())
+        self.result["environment"] = environment(self.device)
+        self.section: dict[str, Any] = {}
+
+    def runtime(self, kernels: dict[str, specs.KernelSpec] | None = None) -> Any:
+        return HostRuntime() if DRY else CudaRuntime(self.device, kernels)
+
+    def size(self, real: int, dry: int) -> int:
+        return dry if DRY else real
+
+    def put(self, name: str, value: Any) -> None:
+        shown = f"{value:.4g}" if isinstance(value, float) else value
+        print(f"  {name:<48} {shown}", flush=True)
+        self.section[name] = value
+
+    def late(self, what: str, reserve: float = 20.0) -> bool:
+        """Whether to leave `what` out because the time is up."""
+        if time.monotonic() < self.deadline - reserve:
+            return False
+        self.put(f"left out, no time: {what}", True)
+        return True
+
+    def save(self) -> None:
+        self.out.parent.mkdir(parents=True, exist_ok=True)
+        self.out.write_text(json.dumps(self.result, indent=1, sort_keys=True) + "\n")
+
+    def sync(self) -> None:
+        if not DRY:
+            torch.cuda.synchronize(self.device)
+
+    def memory(self, nbytes: int) -> torch.Tensor:
+        """Random bytes on the device."""
+        words = torch.randint(-(2**62), 2**62, (nbytes // 8 + 2,), device=self.device)
+        return words.view(torch.uint8)[:nbytes]
+
+    def seconds(self, stream: Any, action: Any, rounds: int = 5) -> float:
+        """Median time of `action`, which queues work on `stream`, by the device's own clock."""
+        times: list[float] = []
+        for _ in range(1 if DRY else rounds + 1):
+            if DRY:
+                began = time.perf_counter()
+                action()
+                times.append(time.perf_counter() - began)
+                continue
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record(stream)
+            action()
+            end.record(stream)
+            end.synchronize()
+            times.append(start.elapsed_time(end) / 1000)
+        return statistics.median(times[1:] or times)
+
+    def clock(self, action: Any, rounds: int = 3) -> float:
+        """Median wall time of `action` until the device is idle."""
+        times: list[float] = []
+        for _ in range(1 if DRY else rounds):
+            self.sync()
+            began = time.perf_counter()
+            action()
+            self.sync()
+            times.append(time.perf_counter() - began)
+        return statistics.median(times)
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    import triton
+
+    facts: dict[str, Any] = {
+        "dry": DRY, "torch": torch.__version__, "triton": triton.__version__,
+        "python": platform.python_version(), "cuda": torch.version.cuda, "hip": torch.version.hip,
+        "numpy": np.__version__, "deltackpt": deltackpt.__version__, "cores": os.cpu_count(),
+    }  # fmt: skip
+    if not DRY:
+        properties = torch.cuda.get_device_properties(device)
+        facts |= {
+            "device": properties.name, "device_bytes": properties.total_memory,
+            "multiprocessors": properties.multi_processor_count,
+            "capability": list(torch.cuda.get_device_capability(device)),
+            "devices": torch.cuda.device_count(), "driver": driver(),
+        }  # fmt: skip
+    return facts
+
+
+def driver() -> str:
+    with contextlib.suppress(OSError):
+        return Path("/proc/driver/nvidia/version").read_text().splitlines()[0]
+    return "unknown"
+
+
+# hash --------------------------------------------------------------------------------------------
+
+
+def variants() -> dict[str, dict[str, specs.KernelSpec]]:
+    """Ways to compile the sweep: tile, stripes a step, warps, register cap, stages."""
+    base = specs.kernel_specs()["sweep"]
+    made = {}
+    for blocks, stripes, warps, cap, stages in (
+        (16, 2, 4, 64, 8), (16, 2, 4, None, 8), (16, 2, 4, 80, 8), (32, 2, 4, None, 8),
+        (32, 2, 8, 64, 8), (16, 4, 8, 32, 8), (16, 2, 4, 64, 4),
+    ):  # fmt: skip
+        constants = {**base.constants, "BLOCKS": blocks, "STRIPES": stripes, "STAGES": stages}
+        name = f"{blocks} KiB, {stripes} stripes, {warps} warps, cap {cap}, {stages} stages"
+        made[name] = {"sweep": dataclasses.replace(
+            base, constants=constants, warps=warps, registers=cap)}  # fmt: skip
+    return made
+
+
+def hashing(
+    check: Check,
+    runtime: Any,
+    extents: list[tuple[int, int]],
+    addresses: list[int],
+    blocks: int = 16,
+    scratch: int = specs.SCRATCH_BYTES,
+) -> tuple[Any, Hasher]:
+    stream = runtime.stream()
+    blocks = max(blocks, specs.sum_blocks_per_program(runtime.wave))
+    table = ChunkTable(extents, scratch_bytes=scratch, blocks_per_program=blocks)
+    hasher = Hasher(runtime, stream, table, SEED, Counters())
+    hasher.set_addresses(addresses)
+    hasher.set_digests(np.zeros((table.count, 2), np.uint64))
+    return stream, hasher
+
+
+def verify(check: Check, hasher: Hasher, memory: torch.Tensor, chunk: int, what: str) -> None:
+    """Compare the digests of some chunks of one extent with xxhash; all are listed as changed."""
+    import xxhash
+
+    from deltackpt.cuda.xxh3 import digest_bytes
+
+    hasher.set_digests(np.zeros((hasher.table.count, 2), np.uint64))
+    hasher.detect()
+    changes = hasher.changes()
+    digests = digest_bytes(changes.digests)
+    if changes.rows.tolist() != list(range(hasher.table.count)):
+        raise WrongError(f"{what}: the change list is wrong")
+    rows = np.unique(np.linspace(0, hasher.table.count - 1, 200).astype(int))
+    for row in rows.tolist():
+        data = memory[row * chunk : (row + 1) * chunk].cpu().numpy().tobytes()
+        if xxhash.xxh3_128_digest(data, seed=SEED) != digests[row].tobytes():
+            raise WrongError(f"{what}: chunk {row} hashes wrongly")
+
+
+def section_hash(check: Check) -> None:
+    runtime = check.runtime()
+    wrong = selftest.check_device(runtime, seed=SEED)
+    if wrong:
+        raise WrongError(f"self-test: {len(wrong)} wrong digests, first {wrong[0]}")
+    check.put("self-test", "all digests equal xxhash's")
+    rng = np.random.default_rng()
+    count, longest = check.size(3000, 8), check.size(600_000, 4000)
+    pieces = [(int(longest * rng.random() ** 3) + 1, int(rng.integers(16))) for _ in range(count)]
+    for seed in (0, 2**64 - 1, int(rng.integers(2**63))):
+        wrong = selftest.hash_pieces(runtime, pieces, seed=seed, data_seed=seed % 1000)
+        if wrong:
+            raise WrongError(f"random pieces, seed {seed}: {len(wrong)} wrong, first {wrong[0]}")
+    check.put("random pieces that equal xxhash", 3 * count)
+
+    total = check.size(8 * GIB, 96 * 1024)
+    memory = check.memory(total)
+    read_rate = plain_rates(check, memory)
+    for chunk in (16, 64, 256, 1024, 4096):
+        nbytes = min(chunk * 1024, check.size(GIB, 65536))
+        stream, hasher = hashing(check, runtime, [(total, nbytes)], [memory.data_ptr()])
+        rate = total / check.seconds(stream, hasher.detect) / 1e9
+        check.put(f"hash, {chunk} KiB chunks, GB/s", rate)
+        check.put(f"hash, {chunk} KiB chunks, of the plain read", rate / read_rate)
+        if chunk in (64, 256):
+            verify(check, hasher, memory, nbytes, f"{chunk} KiB chunks")
+    skewed = memory[8 : total - 8]
+    stream, hasher = hashing(check, runtime, [(total - 16, 262144)], [skewed.data_ptr()])
+    rate = total / check.seconds(stream, hasher.detect) / 1e9
+    check.put("hash at address 8 modulo 16, GB/s", rate)
+    verify(check, hasher, skewed, 262144, "address 8 modulo 16")
+    tiny_tensors(check, runtime, memory)
+    if not DRY:
+        compare_variants(check, memory)
+
+
+def plain_rates(check: Check, memory: torch.Tensor) -> float:
+    """What the device does without hashing; returns the rate of a plain read in GB/s."""
+    half = memory[: memory.numel() // 2]
+    other = torch.empty_like(half)
+    stream = None if DRY else torch.cuda.current_stream(check.device)
+    copied = check.seconds(stream, lambda: other.copy_(half))
+    read = check.seconds(stream, lambda: half.view(torch.int64).sum())
+    check.put("device copy, GB/s read + written", 2 * half.numel() / copied / 1e9)
+    rate = half.numel() / read / 1e9
+    check.put("plain read (int64 sum), GB/s", rate)
+    return rate
+
+
+def tiny_tensors(check: Check, runtime: Any, memory: torch.Tensor) -> None:
+    many = check.size(5000, 6)
+    stream, hasher = hashing(
+        check, runtime, [(8192, 262144)] * many, [memory.data_ptr() + 8192 * i for i in range(many)]
+    )
+
+    def small_save() -> None:
+        hasher.detect()
+        hasher.changes()
+
+    check.put(f"{many} tensors of 8 KiB, us", check.seconds(stream, hasher.detect) * 1e6)
+    check.put("the same with the list read back, us", check.clock(small_save) * 1e6)
+
+
+def compare_variants(check: Check, memory: torch.Tensor) -> None:
+    total = memory.numel()
+    for name, kernels in variants().items():
+        blocks = kernels["sweep"].constants["BLOCKS"]
+        for scratch in (64, 128):
+            if check.late("more kernel variants", 240):
+                return
+            stream, hasher = hashing(
+                check, check.runtime(kernels), [(total, 262144)], [memory.data_ptr()], blocks,
+                scratch * MIB,
+            )  # fmt: skip
+            taken = check.seconds(stream, hasher.detect)
+            verify(check, hasher, memory, 262144, name)
+            check.put(f"variant {name}, {scratch} MiB scratch, GB/s", total / taken / 1e9)
+
+
+# copy --------------------------------------------------------------------------------------------
+
+
+class EndlessRing:
+    """A ring whose slots come back at once: what staging does when the writer keeps up."""
+
+    def __init__(self, slots: int, slot_bytes: int) -> None:
+        self.ring = Ring.create(slots * slot_bytes, slot_bytes)
+        self.slot_bytes = slot_bytes
+        self.free = list(range(slots))
+
+    def acquire_slot(self, timeout: float | None) -> int:
+        if not self.free:
+            raise StorageError("no slot is free", kind="timeout")
+        return self.free.pop(0)
+
+    def view(self, slot: int) -> memoryview:
+        return self.ring.view(slot)
+
+    def slot(self, save: int, slot: int, records: bytes) -> None:
+        self.free.append(slot)
+
+    def release_slot(self, slot: int) -> None:
+        self.free.append(slot)
+
+
+def job_of(tensors: dict[str, torch.Tensor], table: Any, chunk: int, unlocked: Any) -> Any:
+    import msgspec
+    from deltackpt_store.manifest import ExtentSpec, Layout, TensorView
+
+    from deltackpt.extents import Source
+    from deltackpt.stage import Job
+
+    views = tuple(TensorView(i, i, "uint8", tuple(t.shape), (1,), 0)
+                  for i, t in enumerate(tensors.values()))  # fmt: skip
+    extents = tuple(ExtentSpec(t.numel(), chunk, "uint8") for t in tensors.values())
+    layout = Layout(msgspec.msgpack.encode([]), tuple(tensors), views, extents, ())
+    sources = {i: Source(t, True, name, t) for i, (name, t) in enumerate(tensors.items())}
+    return Job(
+        save=1, layout=layout, sources=sources, table=table, versions={},
+        deadline=time.monotonic() + 300, unlock=unlocked, cancelled=lambda: False,
+    )  # fmt: skip
+
+
+def section_copy(check: Check) -> None:
+    runtime = check.runtime()
+    slot_bytes, slots = check.size(4 * MIB, 32768), check.size(256, 6)
+    ring = EndlessRing(slots, slot_bytes)
+    began = time.perf_counter()
+    reasons = {runtime.lock(ring.view(slot)) for slot in range(slots)} - {None}
+    taken = time.perf_counter() - began
+    check.put("page-locking shared memory", "; ".join(map(str, reasons)) or "works")
+    check.put("page-locking shared memory, GB/s", slots * slot_bytes / taken / 1e9)
+    if not reasons:
+        copies(check, runtime, ring, slots)
+        for slot in range(slots):
+            runtime.unlock(ring.view(slot))
+    if not check.late("staging", 100):
+        staging(check, runtime, ring)
+
+
+def copies(check: Check, runtime: Any, ring: EndlessRing, slots: int) -> None:
+    """Ways to bring bytes to the locked ring, alone."""
+    stream, slot_bytes = runtime.stream(), ring.slot_bytes
+    total = slots * slot_bytes
+    memory = check.memory(total)
+    pieces = memory.split(slot_bytes)
+    targets = [torch.frombuffer(ring.view(slot), dtype=torch.uint8) for slot in range(slots)]
+
+    def arrived(what: str) -> None:
+        check.sync()
+        if not all(torch.equal(t, p.cpu()) for t, p in zip(targets, pieces, strict=True)):
+            raise WrongError(f"{what}: bytes arrive wrong in locked shared memory")
+        for target in targets:
+            target.zero_()
+
+    def by_slot() -> None:
+        for target, piece in zip(targets, pieces, strict=True):
+            runtime.copy(stream, target, piece)
+
+    check.put("copy to the ring, slot by slot, GB/s", total / check.seconds(stream, by_slot) / 1e9)
+    arrived("copies")
+    landing = runtime.pinned(total)
+    one = check.seconds(stream, lambda: runtime.copy(stream, landing, memory))
+    check.put("copy to torch's pinned memory, at once, GB/s", total / one / 1e9)
+
+    chunk = check.size(256 * 1024, 16384)
+    _, hasher = hashing(check, runtime, [(total, chunk)], [memory.data_ptr()])
+    hasher._stream = stream  # the kernels and the copies here share one stream
+    count, per_slot = total // chunk, slot_bytes // chunk
+    plan, gathered = runtime.empty(stream, 16 * count), runtime.empty(stream, total)
+    host = runtime.pinned(16 * count)
+    host.numpy().view(np.int64).reshape(-1, 2)[:] = [[i, i * chunk] for i in range(count)]
+    runtime.copy(stream, plan, host)
+    entries = plan.view(torch.int64)
+
+    def gather() -> None:
+        hasher.gather(entries, 0, count, chunk, gathered.data_ptr())
+
+    def straight() -> None:
+        for slot in range(slots):
+            at = address_of(ring.view(slot)) - slot * slot_bytes
+            hasher.gather(entries, slot * per_slot, per_slot, chunk, at)
+
+    check.put("gather on the device, GB/s", total / check.seconds(stream, gather) / 1e9)
+    check.sync()
+    if not torch.equal(gathered, memory):
+        raise WrongError("gathered bytes are wrong")
+    check.put("kernel straight to the host, GB/s", total / check.seconds(stream, straight) / 1e9)
+    arrived("a kernel's writes")
+
+
+def staging(check: Check, runtime: Any, ring: EndlessRing) -> None:
+    """The stager as saves use it, with a writer that takes no time."""
+    chunk = check.size(256 * 1024, 16384)
+    state = {"a": check.memory(check.size(8 * GIB, 100_000)), "b": check.memory(1000)}
+    nbytes = sum(tensor.numel() for tensor in state.values())
+    stager = DeviceStager(runtime, seed=SEED)
+    unlocked: list[float] = []
+
+    def save(table: Any) -> Any:
+        job = job_of(state, table, chunk, lambda: unlocked.append(time.perf_counter()))
+        return stager.finish(job, ring, stager.start(job, stager.mark()))
+
+    save({})  # locks the slots, takes the buffers
+    check.put("staging a dense state, GB/s", nbytes / check.clock(lambda: save({}), 2) / 1e9)
+    job = job_of(state, {}, chunk, lambda: None)
+    first = stager.finish(job, ring, stager.start(job, stager.mark()))
+
+    def again(table: Any) -> Any:
+        repeat = dataclasses.replace(
+            job, table=table, deadline=time.monotonic() + 300,
+            unlock=lambda: unlocked.append(time.perf_counter()),
+        )  # fmt: skip
+        return stager.finish(repeat, ring, stager.start(repeat, stager.mark()))
+
+    tables = [first.table]
+
+    def unchanged() -> None:
+        result = again(tables[-1])
+        if result.changed_chunks:
+            raise WrongError(f"nothing changed, {result.changed_chunks} chunks were found")
+        tables.append(result.table)
+
+    check.put("staging an unchanged state, ms", check.clock(unchanged) * 1e3)
+    changed = max(1, nbytes // chunk // 100)
+    state["a"][: changed * chunk : chunk] ^= 1
+    check.sync()
+    began = time.perf_counter()
+    result = again(tables[-1])
+    check.put("staging 1 % changed, ms", (time.perf_counter() - began) * 1e3)
+    check.put("staging 1 % changed, ms until unlocked", (unlocked[-1] - began) * 1e3)
+    if result.changed_chunks != changed:
+        raise WrongError(f"{changed} chunks changed, {result.changed_chunks} were found")
+    if not DRY and not check.late("overlap", 60):
+        check.put("slowdown of a matmul loop by dense staging", overlap(check, lambda: save({})))
+    stager.close()
+
+
+def overlap(check: Check, action: Any) -> float:
+    """Time of a matmul loop while `action` repeats in another thread, over its time alone."""
+    a = torch.randn(8192, 8192, device=check.device, dtype=torch.bfloat16)
+
+    def work() -> None:
+        for _ in range(100):
+            torch.mm(a, a)
+
+    work()
+    alone = check.clock(work)
+    stop = threading.Event()
+
+    def repeat() -> None:
+        while not stop.is_set():
+            action()
+
+    thread = threading.Thread(target=repeat)
+    thread.start()
+    began = time.perf_counter()
+    work()
+    torch.cuda.current_stream(check.device).synchronize()
+    taken = time.perf_counter() - began
+    stop.set()
+    thread.join()
+    return taken / alone
+
+
+# train and peers ---------------------------------------------------------------------------------
+
+
+class Training:
+    """A transformer in bf16 autocast with fp32 AdamW; `frozen` leaves one layer to train."""
+
+    def __init__(self, check: Check, *, frozen: bool) -> None:
+        torch.manual_seed(1)
+        width, layers = check.size(1536, 32), check.size(12, 2)
+        self.device, self.width, self.batch = check.device, width, check.size(16, 2)
+        layer = nn.TransformerEncoderLayer(width, 4, 4 * width, batch_first=True, dropout=0.0)
+        self.model = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+        self.model.to(check.device)
+        if frozen:
+            self.model.requires_grad_(False)
+            self.model.layers[-1].requires_grad_(True)
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=not DRY)
+        self.state = {"model": self.model, "optimizer": self.optimizer}
+        self.nbytes = sum(p.numel() * p.element_size() for p in self.model.parameters())
+        self.nbytes += sum(8 * p.numel() for p in trained)
+
+    def step(self) -> None:
+        data = torch.randn(
+            self.batch, 256 if self.width > 100 else 8, self.width, device=self.device
+        )
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
+            loss = self.model(data).float().square().mean()
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def loop(check: Check, training: Training, steps: int, after: Any) -> float:
+    """Seconds per step, `after(number)` being called after each."""
+    check.sync()
+    began = time.perf_counter()
+    for number in range(steps):
+        training.step()
+        after(number)
+    check.sync()
+    return (time.perf_counter() - began) / steps
+
+
+def section_train(check: Check) -> None:
+    steps = check.size(30, 2)
+    for frozen, every in ((True, 1), (False, 10)):
+        if check.late("training", 90):
+            return
+        kind = "one layer trained, save every step" if frozen else "dense, save every 10 steps"
+        training = Training(check, frozen=frozen)
+        loop(check, training, 3, lambda number: None)
+        alone = loop(check, training, steps, lambda number: None)
+        with tempfile.TemporaryDirectory(dir=shared_memory()) as folder:
+            ckpt = deltackpt.Checkpointer(folder, training.state, every=every, final=False)
+            handles: list[Any] = []
+            with ckpt:
+                ckpt.save(0).result(300)
+
+                def after(number: int, ckpt: Any = ckpt, handles: Any = handles) -> None:
+                    save = ckpt.step(number + 1)
+                    if save is not None:
+                        handles.append(save)
+
+                saving = loop(check, training, max(steps, every), after)
+                reports = [handle.result(300) for handle in handles]
+                last = ckpt.save(10_000).result(300)
+            stalls = [report.stall_seconds for report in reports]
+            check.put(f"{kind}: state, MB", training.nbytes / 1e6)
+            check.put(f"{kind}: step alone, ms", alone * 1e3)
+            check.put(f"{kind}: slowdown", saving / alone)
+            check.put(f"{kind}: stall per save, median ms", statistics.median(stalls) * 1e3)
+            check.put(f"{kind}: stall per save, largest ms", max(stalls) * 1e3)
+            staged = statistics.median(r.staged_seconds for r in reports)
+            check.put(f"{kind}: staged, median ms", staged * 1e3)
+            changed = statistics.median(r.changed_bytes for r in reports) / training.nbytes
+            check.put(f"{kind}: part of the state that changed", changed)
+            figures = {name: dataclasses.asdict(f) for name, f in last.devices.items()}
+            check.put(f"{kind}: device figures", figures)
+            compare(training, folder)
+        check.put(f"{kind}: restored bit for bit", True)
+
+
+def compare(training: Training, folder: str) -> None:
+    """Raise unless what the store holds equals the live state, bit for bit."""
+    loaded = deltackpt.load(folder)
+    for name, tensor in training.model.state_dict().items():
+        same(tensor, loaded["model"][name], name)
+    for number, entry in training.optimizer.state_dict()["state"].items():
+        for name, value in entry.items():
+            same(value, loaded["optimizer"]["state"][number][name], f"{number}/{name}")
+
+
+def same(live: torch.Tensor, loaded: torch.Tensor, name: str) -> None:
+    a, b = (t.detach().cpu().contiguous().view(-1).view(torch.uint8) for t in (live, loaded))
+    if not torch.equal(a, b):
+        raise WrongError(f"{name} was restored with other bytes")
+
+
+def shared_memory() -> str | None:
+    """Where files cost least, so that the disk does not decide."""
+    return "/dev/shm" if os.path.isdir("/dev/shm") and not DRY else None
+
+
+def full_copy(check: Check, tensors: list[torch.Tensor]) -> float:
+    runtime = check.runtime()
+    landing = [runtime.pinned(t.nbytes).view(t.dtype).view(t.shape) for t in tensors]
+
+    def copy() -> None:
+        for target, tensor in zip(landing, tensors, strict=True):
+            target.copy_(tensor, non_blocking=True)
+
+    copy()
+    return check.clock(copy)
+
+
+def section_peers(check: Check) -> None:
+    from torch.distributed.checkpoint.state_dict_saver import async_save
+
+    training = Training(check, frozen=False)
+    training.step()
+    tensors = [p.detach() for p in training.model.parameters()]
+    for entry in training.optimizer.state.values():
+        tensors += [v for v in entry.values() if v.device == check.device and v.numel() > 1]
+    check.put("state, MB", training.nbytes / 1e6)
+    check.put("full copy to pinned memory, ms", full_copy(check, tensors) * 1e3)
+    with tempfile.TemporaryDirectory(dir=shared_memory()) as folder:
+        states = {name: thing.state_dict() for name, thing in training.state.items()}
+        path = Path(folder) / "state.pt"
+        check.put("torch.save, ms", check.clock(lambda: torch.save(states, path)) * 1e3)
+        path.unlink()
+        if check.late("DCP", 40):
+            return
+        stalls: list[float] = []
+        for number in range(3):
+            check.sync()
+            began = time.perf_counter()
+            future: Any = async_save(states, checkpoint_id=os.path.join(folder, str(number)))
+            stalls.append(time.perf_counter() - began)
+            future.result()
+        check.put("DCP async_save, stall, ms", statistics.median(stalls) * 1e3)
+        if check.late("deltackpt", 30):
+            return
+        with deltackpt.Checkpointer(os.path.join(folder, "store"), training.state, final=False,
+                                    codec="none") as ckpt:  # fmt: skip
+            ckpt.save(0).result(300)
+            stalls, staged = [], []
+            for number in range(1, 4):
+                training.step()  # the lock is waited for in the optimizer's step
+                save = ckpt.save(number)
+                training.step()
+                report = save.result(300)
+                stalls.append(report.stall_seconds)
+                staged.append(report.staged_seconds)
+        check.put("deltackpt, all changed, stall, ms", statistics.median(stalls) * 1e3)
+        check.put("deltackpt, all changed, staged, ms", statistics.median(staged) * 1e3)
+
+
+# multi -------------------------------------------------------------------------------------------
+
+
+def contexts() -> list[int]:
+    """Devices on which this process holds a context."""
+    held: Any = torch._C
+    return [i for i in range(torch.cuda.device_count()) if held._cuda_hasPrimaryContext(i)]
+
+
+def section_multi(check: Check) -> None:
+    devices = 0 if DRY else torch.cuda.device_count()
+    check.put("devices", devices)
+    if devices < 2:
+        check.put("not run: needs two devices", True)
+        return
+    code = (
+        "import sys, tempfile, torch; sys.path[:0] = sys.argv[1:3]\n"
+        "import deltackpt\n"
+        "state = {'w': torch.randn(1 << 22, device='cuda:1')}\n"
+        "with tempfile.TemporaryDirectory() as folder:\n"
+        "    with deltackpt.Checkpointer(folder, state, final=False) as ckpt:\n"
+        "        ckpt.save(0).result(300)\n"
+        "    got = deltackpt.load(folder)['w']\n"
+        "assert torch.equal(got.cpu(), state['w'].cpu())\n"
+        "assert not torch._C._cuda_hasPrimaryContext(0), 'a context on device 0'\n"
+    )
+    import subprocess
+
+    paths = [str(ROOT), str(ROOT / "store")]
+    done = subprocess.run([sys.executable, "-c", code, *paths], capture_output=True, text=True)
+    if done.returncode:
+        raise WrongError(f"state on cuda:1 alone: {done.stderr[-500:]}")
+    check.put("no context on an unused device", True)
+    state = {f"w{i}": torch.randn(1 << 24, device=f"cuda:{i}") for i in range(devices)}
+    with tempfile.TemporaryDirectory(dir=shared_memory()) as folder:
+        with deltackpt.Checkpointer(folder, state, final=False) as ckpt:
+            ckpt.save(0).result(300)
+            for tensor in state.values():
+                tensor[5] += 1
+            report = ckpt.save(1).result(300)
+        if report.changed_chunks != devices or len(report.devices) != devices:
+            raise WrongError(f"one chunk per device changed, found {report.changed_chunks}")
+        for name, tensor in state.items():
+            same(tensor, deltackpt.load(folder)[name], name)
+    check.put("contexts", contexts())
+    check.put("states on several devices", "restored bit for bit")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--only", default=",".join(SECTIONS), help="sections, comma-separated")
+    parser.add_argument("--out", type=Path, default=Path("gpu-check.json"))
+    parser.add_argument("--seconds", type=float, default=570.0, help="time for all sections")
+    parser.add_argument("--dry", action="store_true", help="toy sizes on the CPU")
+    options = parser.parse_args()
+    names = options.only.split(",")
+    unknown = set(names) - set(SECTIONS)
+    if unknown:
+        parser.error(f"no such section: {', '.join(sorted(unknown))}")
+    if not DRY and not torch.cuda.is_available():
+        parser.error("no GPU is in reach (torch.cuda.is_available() is False); --dry needs none")
+    check = Check(options.out, options.seconds)
+    failed = False
+    for name in names:
+        print(f"{name}:", flush=True)
+        check.section = {}
+        began = time.monotonic()
+        try:
+            globals()[f"section_{name}"](check)
+            check.section["ok"] = True
+        except Exception as error:
+            failed = True
+            check.section |= {"ok": False, "error": f"{type(error).__name__}: {error}"}
+            print(f"  FAILED: {type(error).__name__}: {error}", flush=True)
+            if not isinstance(error, WrongError):
+                import traceback
+
+                traceback.print_exc()
+        check.section["seconds"] = time.monotonic() - began
+        check.result["sections"][name] = check.section
+        check.save()
+        if not DRY:
+            torch.cuda.empty_cache()
+    print(f"{'FAILED' if failed else 'ok'}: {options.out}")
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
