@@ -13,7 +13,7 @@ from deltackpt_store.errors import (
     WriterError,
 )
 from deltackpt_store.fileio import FileIO
-from deltackpt_store.history import Commits, Pin
+from deltackpt_store.history import Commits
 from deltackpt_store.manifest import (
     Commit,
     ExtentSpec,
@@ -22,7 +22,9 @@ from deltackpt_store.manifest import (
     Snapshot,
     TensorView,
 )
+from deltackpt_store.pins import Pin
 from deltackpt_store.reader import ChunkReader
+from deltackpt_store.records import Damaged
 from deltackpt_store.store import Store
 
 __all__ = [
@@ -31,6 +33,7 @@ __all__ = [
     "Commits",
     "ConflictError",
     "CorruptionError",
+    "Damaged",
     "DeltackptError",
     "ExtentSpec",
     "FileIO",

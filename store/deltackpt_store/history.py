@@ -1,9 +1,8 @@
-"""Runs, their commits and lineages, pins: which steps a store holds, and what a name means.
+"""Runs, their commits and lineages: which steps a store holds, and what a name means.
 
 Everything is read from the directory each time (files are write-once, so two readers agree), in
-the order of commit numbers; never of names, times or step numbers. Nothing here writes except
-:meth:`History.pin` and :meth:`History.unpin`. A damaged record hides only itself: it is logged and
-listed in ``damaged``.
+the order of commit numbers; never of names, times or step numbers. Nothing here writes. A damaged
+record hides only itself: it is logged and listed in ``damaged``.
 """
 
 from __future__ import annotations
@@ -11,20 +10,14 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
-
-import msgspec
-from blake3 import blake3
 
 from deltackpt_store.errors import (
-    ConflictError,
     CorruptionError,
     DeltackptError,
     InvalidInputError,
     NotFoundError,
     UnsupportedFormatError,
 )
-from deltackpt_store.fileio import FileIO, publish_bytes, read_file
 from deltackpt_store.manifest import Commit
 from deltackpt_store.manifest_io import MAX_COMMIT_BYTES, decode_commit
 from deltackpt_store.names import (
@@ -35,19 +28,10 @@ from deltackpt_store.names import (
     parse_number,
     parse_step_name,
 )
-from deltackpt_store.oserror import DAMAGE, storage_error
+from deltackpt_store.pins import PinFiles
+from deltackpt_store.records import Damaged, some_of
 
 _log = logging.getLogger("deltackpt.store")
-
-_PIN_MAGIC = b"DCKPTPN\x01"
-_MAX_PIN_BYTES = 4096
-
-
-class Damaged(NamedTuple):
-    """A commit or pin that could not be read: its path relative to the store, and why."""
-
-    path: str
-    error: DeltackptError
 
 
 class Commits(list[Commit]):
@@ -55,23 +39,6 @@ class Commits(list[Commit]):
 
     def __init__(self, commits: Iterable[Commit] = ()) -> None:
         super().__init__(commits)
-        self.damaged: list[Damaged] = []
-
-
-class Pin(msgspec.Struct, frozen=True):
-    """A name for one commit, which retention then leaves alone."""
-
-    run: str
-    number: int
-    step: int
-    digest: bytes
-
-
-class Pins(dict[str, Pin]):
-    """Pins by name; `damaged` holds those that could not be read."""
-
-    def __init__(self) -> None:
-        super().__init__()
         self.damaged: list[Damaged] = []
 
 
@@ -87,12 +54,8 @@ def ancestors_after(parent: Commit | None, run: str) -> tuple[tuple[int, int], .
     return tuple(ranges)
 
 
-class History:
+class History(PinFiles):
     """The runs and pins of the store at `path` (absolute). Safe to use from any thread."""
-
-    def __init__(self, path: str, io: FileIO) -> None:
-        self.path = path
-        self.io = io
 
     # runs and commits ----------------------------------------------------------------------
 
@@ -117,7 +80,7 @@ class History:
             raise NotFoundError(
                 f"store {self.path} has no run {run!r}",
                 kind="unknown-run",
-                hint=f"it has {_some(known)}" if known else "it holds no run yet",
+                hint=f"it has {some_of(known)}" if known else "it holds no run yet",
                 path=self.path,
                 run=run,
             )
@@ -254,13 +217,13 @@ class History:
                 raise NotFoundError(
                     f"no run in {self.path} has step {name.step}",
                     kind="unknown-step",
-                    hint=f"its runs are {_some(runs)}",
+                    hint=f"its runs are {some_of(runs)}",
                     path=self.path,
                     step=name.step,
                 )
             runs = [commit.run for commit in having]
         raise InvalidInputError(
-            f"{text!r} may mean any of the runs {_some(runs)}",
+            f"{text!r} may mean any of the runs {some_of(runs)}",
             kind="ambiguous",
             hint=f"write {runs[0]}@{'latest' if name.step is None else name.step}",
             path=self.path,
@@ -283,50 +246,10 @@ class History:
         raise NotFoundError(
             f"store {self.path} has no run or pin {name!r}",
             kind="unknown-name",
-            hint=f"it has {_some(sorted({*runs, *pinned}))}" if runs else "it holds no run yet",
+            hint=f"it has {some_of(sorted({*runs, *pinned}))}" if runs else "it holds no run yet",
             path=self.path,
             name=name,
         )
-
-    # pins ----------------------------------------------------------------------------------
-
-    def pins(self) -> Pins:
-        """All pins that can be read."""
-        found = Pins()
-        for name in sorted(filter(is_name, self._list("pins") or [])):
-            try:
-                found[name] = self.read_pin(name)
-            except NotFoundError:
-                continue
-            except (CorruptionError, UnsupportedFormatError) as error:
-                _log.warning("%s", error)
-                found.damaged.append(Damaged(f"pins/{name}", error))
-        return found
-
-    def read_pin(self, name: str) -> Pin:
-        """One pin, checked; NotFoundError, CorruptionError or UnsupportedFormatError."""
-        check_name(name, "pin")
-        relative = f"pins/{name}"
-        data = self._read(relative, _MAX_PIN_BYTES, "pin")
-        body, check = data[:-32], data[-32:]
-        newer = body.startswith(_PIN_MAGIC[:-1]) and not body.startswith(_PIN_MAGIC)
-        if newer and blake3(body).digest() == check:
-            raise UnsupportedFormatError(
-                f"pin {relative} has a newer format version",
-                hint="upgrade deltackpt",
-                path=relative,
-            )
-        try:
-            if blake3(body).digest() != check or not body.startswith(_PIN_MAGIC):
-                raise ValueError("its digest does not match its content")
-            pin = msgspec.msgpack.decode(body[len(_PIN_MAGIC) :], type=Pin)
-            if not is_name(pin.run) or not 0 <= pin.number < 10**18 or len(pin.digest) != 32:
-                raise ValueError("it names an impossible commit")
-        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-            raise CorruptionError(
-                f"pin {relative} is damaged: {error}", kind="damaged-pin", path=relative
-            ) from error
-        return pin
 
     def pinned(self, name: str) -> Commit:
         """The commit that the pin `name` stands for."""
@@ -339,46 +262,6 @@ class History:
                 path=f"runs/{pin.run}/{number_name(pin.number)}",
             )
         return commit
-
-    def pin(self, name: str, commit: Commit) -> None:
-        """Call `commit` `name`, durably. ConflictError when the name means another commit."""
-        check_name(name, "pin")
-        pin = Pin(commit.run, commit.number, commit.step, commit.digest)
-        body = _PIN_MAGIC + msgspec.msgpack.encode(pin)
-        path = f"{self.path}/pins/{name}"
-        try:
-            publish_bytes(self.io, path, body + blake3(body).digest())
-        except FileExistsError:
-            held = self.read_pin(name)
-            if held != pin:
-                raise ConflictError(
-                    f"pin {name!r} already means {held.run}@{held.step}",
-                    hint=f"unpin {name} first, or choose another name",
-                    name=name,
-                ) from None
-        except OSError as error:
-            raise storage_error(error, "write the pin", path) from error
-
-    def unpin(self, name: str) -> None:
-        """Forget a pin, durably; its commit stays until retention and collection take it."""
-        path = f"{self.path}/pins/{check_name(name, 'pin')}"
-        try:
-            self.io.unlink(path)
-            self.io.sync_directory(f"{self.path}/pins")
-        except FileNotFoundError:
-            raise self._no_pin(name) from None
-        except OSError as error:
-            raise storage_error(error, "remove the pin", path) from error
-
-    def _no_pin(self, name: str) -> NotFoundError:
-        pins = [pin for pin in self._list("pins") or [] if is_name(pin)]
-        return NotFoundError(
-            f"store {self.path} has no pin {name!r}",
-            kind="unknown-pin",
-            hint=f"it has {_some(sorted(pins))}" if pins else "it has none",
-            path=self.path,
-            name=name,
-        )
 
     # shared --------------------------------------------------------------------------------
 
@@ -416,31 +299,6 @@ class History:
             f"run {run!r} in {self.path} has no step yet", kind="no-step", path=self.path, run=run
         )
 
-    def _list(self, relative: str) -> list[str] | None:
-        """Names in a directory of the store, None when it does not exist."""
-        path = f"{self.path}/{relative}"
-        try:
-            return self.io.list(path)
-        except FileNotFoundError:
-            return None
-        except OSError as error:
-            raise storage_error(error, "list", path) from error
-
-    def _read(self, relative: str, limit: int, what: str) -> bytes:
-        path = f"{self.path}/{relative}"
-        try:
-            return read_file(self.io, path, limit)
-        except FileNotFoundError as error:
-            raise NotFoundError(f"{what} {relative} is not there", path=path) from error
-        except OSError as error:
-            if error.errno in DAMAGE:
-                raise CorruptionError(
-                    f"{what} {relative} cannot be read: {error.strerror or error}",
-                    kind=f"damaged-{what}",
-                    path=relative,
-                ) from error
-            raise storage_error(error, f"read the {what}", path) from error
-
 
 def _within(numbers: list[int], commit: Commit) -> list[int]:
     """Those of the ascending `numbers` that the commit's ancestors cover."""
@@ -454,11 +312,6 @@ def _only(numbers: list[int], number: int) -> list[int]:
     """`number` if it is one of the ascending `numbers`."""
     place = bisect_left(numbers, number)
     return numbers[place : place + 1] if numbers[place : place + 1] == [number] else []
-
-
-def _some(names: list[str]) -> str:
-    shown = ", ".join(names[:8])
-    return f"{shown}, ... ({len(names)} in all)" if len(names) > 8 else shown
 
 
 def _nearest(steps: list[int], step: int) -> str:

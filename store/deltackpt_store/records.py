@@ -1,0 +1,55 @@
+"""Small record files of a store: listing and reading them with typed errors."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from deltackpt_store.errors import CorruptionError, DeltackptError, NotFoundError
+from deltackpt_store.fileio import FileIO, read_file
+from deltackpt_store.oserror import DAMAGE, storage_error
+
+
+class Damaged(NamedTuple):
+    """A commit or pin that could not be read: its path relative to the store, and why."""
+
+    path: str
+    error: DeltackptError
+
+
+class RecordFiles:
+    """Access to the files of the store at `path` (absolute), through `io`. Any thread."""
+
+    def __init__(self, path: str, io: FileIO) -> None:
+        self.path = path
+        self.io = io
+
+    def _list(self, relative: str) -> list[str] | None:
+        """Names in a directory of the store, None when it does not exist."""
+        path = f"{self.path}/{relative}"
+        try:
+            return self.io.list(path)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise storage_error(error, "list", path) from error
+
+    def _read(self, relative: str, limit: int, what: str) -> bytes:
+        path = f"{self.path}/{relative}"
+        try:
+            return read_file(self.io, path, limit)
+        except FileNotFoundError as error:
+            raise NotFoundError(f"{what} {relative} is not there", path=path) from error
+        except OSError as error:
+            if error.errno in DAMAGE:
+                raise CorruptionError(
+                    f"{what} {relative} cannot be read: {error.strerror or error}",
+                    kind=f"damaged-{what}",
+                    path=relative,
+                ) from error
+            raise storage_error(error, f"read the {what}", path) from error
+
+
+def some_of(names: list[str]) -> str:
+    """A few of the names, for an error that tells what exists."""
+    shown = ", ".join(names[:8])
+    return f"{shown}, ... ({len(names)} in all)" if len(names) > 8 else shown
