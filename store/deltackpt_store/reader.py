@@ -137,16 +137,20 @@ class ChunkReader:
                             raise
                 else:
                     lost.append(failure)
-        if not lost:
-            return
-        unknown = next((f for f in lost if isinstance(f.error, UnsupportedFormatError)), None)
-        kind = CorruptionError if unknown is None else UnsupportedFormatError
-        named = unknown or lost[0]
-        raise kind(
-            f"{len(lost)} chunks cannot be read, among them: {named.error.message}",
-            kind="damaged-chunks" if unknown is None else named.error.kind,
-            hint=named.error.hint
-            or "restore another step, or verify the store to see what else is hit",
+        if lost:
+            raise self._lost(lost)
+
+    def _lost(self, lost: list[_Failure]) -> DeltackptError:
+        """The error for chunks that failed everywhere: damage, unless an upgrade would help."""
+        errors = [failure.error for failure in lost]
+        if any(failure.place is None for failure in lost):
+            errors += self._packs.damaged.values()  # any of these may hold what is missing
+        newer = next((e for e in errors if isinstance(e, UnsupportedFormatError)), None)
+        cause = newer or errors[0]
+        return (UnsupportedFormatError if newer else CorruptionError)(
+            f"{len(lost)} chunks cannot be read, among them: {cause.message}",
+            kind=newer.kind if newer else "damaged-chunks",
+            hint=cause.hint or "restore another step, or verify the store to see what else is hit",
             ids=tuple(failure.id for failure in lost),
             reasons=tuple(failure.error.message for failure in lost[:20]),
         )

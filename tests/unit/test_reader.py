@@ -7,6 +7,7 @@ import os
 import random
 import threading
 import tracemalloc
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -425,6 +426,20 @@ def test_unknown_codec_asks_for_an_upgrade(packs: Packs) -> None:
     with pytest.raises(UnsupportedFormatError, match="upgrade") as caught:
         read(packs.fresh(), [chunk, plain])
     assert caught.value.context["ids"] == (id_of(chunk),)
+
+
+def test_a_pack_of_a_newer_version_asks_for_an_upgrade(packs: Packs) -> None:
+    """Chunks in a pack that this release cannot read are not called lost."""
+    chunk = noise(1000)
+    name = packs.raw(chunk)
+    data = bytearray(packs.path(name).read_bytes())
+    data[8] += 1
+    data[60:64] = zlib.crc32(data[:60]).to_bytes(4, "little")
+    packs.path(name).write_bytes(data)
+    for hints in ([name], []):
+        with pytest.raises(UnsupportedFormatError, match="upgrade") as caught:
+            read(packs.fresh(), [chunk], hints)
+        assert caught.value.context["ids"] == (id_of(chunk),)
 
 
 def test_a_codec_that_writes_wrong_bytes_is_caught(packs: Packs, xor_codec: int) -> None:
