@@ -110,8 +110,9 @@ class Check:
             torch.cuda.synchronize(self.device)
 
     def memory(self, nbytes: int) -> torch.Tensor:
-        """Random bytes on the device."""
+        """Random bytes on the device, ready for any stream."""
         words = torch.randint(-(2**62), 2**62, (nbytes // 8 + 2,), device=self.device)
+        self.sync()
         return words.view(torch.uint8)[:nbytes]
 
     def seconds(self, stream: Any, action: Any, rounds: int = 5) -> float:

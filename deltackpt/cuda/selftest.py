@@ -115,7 +115,8 @@ def empty_digest_is_standard(runtime: Runtime, *, seed: int) -> bool:
     table = ChunkTable([(1, 1)])
     hasher = Hasher(runtime, runtime.stream(), table, seed, Counters())
     hasher.set_addresses([0])
-    hasher.rows[1] = 0
+    hasher.rows[1] = 0  # on the current stream
+    runtime.synchronize(runtime.mark())
     hasher.set_digests(np.zeros((1, 2), np.uint64))
     hasher.detect()
     found = digest_bytes(hasher.changes().digests)[0].tobytes()
