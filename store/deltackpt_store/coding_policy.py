@@ -63,6 +63,9 @@ def encode(plan: Plan, raw: memoryview, reference: memoryview | None, ref: bytes
     tried: list[tuple[int, int, int]] = []
     for candidate, noise in zip(plan.tries, plan.noise, strict=True):
         coded = _try(candidate, plan, noise, raw, reference)
+        if coded is None and candidate == SPARSE and not plan.probe:
+            candidate = DELTA  # more has changed than when this was chosen
+            coded = _try(candidate, plan, 0, raw, reference)
         if coded is None:
             tried.append((candidate, len(raw), 0))
             continue
@@ -174,7 +177,8 @@ class CodingPolicy:
         known = self._stream(stream)
         if known.rebase:
             return False
-        probing = not stream or self._mode == "small" or known.since + 1 >= known.every
+        probing = self._mode == "small" or known.since + 1 >= known.every
+        probing |= DELTA not in known.share  # also of the stream without a name
         return probing or self._best(known, (PLANES, DELTA, SPARSE)) not in (RAW, PLANES)
 
     def _best(self, known: _Stream, candidates: tuple[int, ...]) -> int:
