@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -80,10 +81,37 @@ def copy_bits(target: torch.Tensor, source: torch.Tensor) -> None:
         if not (plain_bits(target) and plain_bits(source)):
             target.detach().copy_(source.detach())
             return
+        if _copy_memory(target, source):
+            return
         for dim, (size, stride) in enumerate(zip(target.shape, target.stride(), strict=True)):
             if size > 1 and stride == 0:
                 target, source = target.narrow(dim, 0, 1), source.narrow(dim, 0, 1)
         bits(target).copy_(bits(source))
+
+
+_LARGE = 1 << 16
+
+
+def _copy_memory(target: torch.Tensor, source: torch.Tensor) -> bool:
+    """Copy large host tensors of one dense layout as memory; False when they are not that.
+
+    ``Tensor.copy_`` would have its threads spin for one another, which is many times slower than
+    one ``memcpy`` when other processes compete for the processors.
+    """
+    if target.device.type != "cpu" or source.device.type != "cpu":
+        return False
+    if target.numel() * target.element_size() < _LARGE:
+        return False
+    order = memory_order(target.shape, target.stride())
+    if order is None:
+        return False
+    there, here = dense_bytes(source, order), dense_bytes(target, order)
+    if there is None or here is None:
+        return False
+    memory: Any = here.numpy()
+    memory[:] = there.numpy()
+    here[:0].zero_()  # tells autograd that the tensor has changed
+    return True
 
 
 _BLOCK = 1 << 18  # bytes swapped at a time: stays in the processor's cache
@@ -102,17 +130,17 @@ def exchange_bits(target: torch.Tensor, source: torch.Tensor) -> None:
             return
         left, right = bits(target), bits(source)
         order = memory_order(left.shape, left.stride())
-        if order is not None and right.permute(order).is_contiguous():
-            left, right = left.permute(order).view(-1), right.permute(order).view(-1)
-            step = _BLOCK // left.element_size()
-        else:
-            step = max(1, left.numel())
-        for at in range(0, len(left), step) if left.dim() == 1 else (None,):
-            here = left if at is None else left[at : at + step]
-            there = right if at is None else right[at : at + step]
-            old = here.clone()
-            here.copy_(there)
-            there.copy_(old)
+        if order is None or not right.permute(order).is_contiguous():
+            old = left.clone()
+            left.copy_(right)
+            right.copy_(old)
+            return
+        left, right = left.permute(order).view(-1), right.permute(order).view(-1)
+        step = _BLOCK // left.element_size()
+        for at in range(0, len(left), step):
+            old = left[at : at + step].clone()
+            left[at : at + step].copy_(right[at : at + step])
+            right[at : at + step].copy_(old)
 
 
 def repeats_like(target: torch.Tensor, source: torch.Tensor) -> bool:

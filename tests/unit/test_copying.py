@@ -12,6 +12,7 @@ from deltackpt.copying import (
     bits,
     copy_bits,
     dense_bytes,
+    exchange_bits,
     memory_order,
     repeats_like,
     same_bits,
@@ -158,3 +159,35 @@ def test_scatter_into_gaps_leaves_the_gaps_alone() -> None:
     assert target.reshape(-1).tolist() == [-1, -1, 0, 1, 2, 3, 4, 5, 6, -1, -1, -1]
     assert (backing[:, 1::3] == -1).all()
     assert (backing[:, 2::3] == -1).all()
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (300, 500)])
+def test_autograd_notices_the_write(shape: tuple[int, int]) -> None:
+    weight = torch.ones(shape, requires_grad=True)
+    loss = (weight * weight).sum()
+    copy_bits(weight, torch.zeros(shape))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.parametrize(
+    "turn",
+    [
+        (lambda t: t, lambda t: t),
+        (lambda t: t.permute(2, 0, 1), lambda t: t.permute(2, 0, 1)),
+        (lambda t: t.permute(2, 0, 1), lambda t: t.permute(2, 0, 1).contiguous()),
+        (lambda t: t[::2], lambda t: t[::2].clone()),
+    ],
+)
+def test_exchange_swaps_all_bits(turn) -> None:
+    shape = (40, 50, 70)
+    for dtype in (torch.float32, torch.complex128, torch.uint8):
+        left, right = turn[0](random_bits(shape, dtype, 1)), turn[1](random_bits(shape, dtype, 2))
+        before = raw_bytes(left), raw_bytes(right)
+        strides = left.stride(), right.stride()
+        exchange_bits(left, right)
+        assert (raw_bytes(right), raw_bytes(left)) == before
+        assert (left.stride(), right.stride()) == strides
+    lazy, plain = torch.tensor([1 + 2j]).conj(), torch.tensor([3 + 4j])
+    exchange_bits(lazy, plain)
+    assert (lazy.tolist(), plain.tolist()) == ([3 + 4j], [1 - 2j])
