@@ -56,13 +56,15 @@ class WriterClient:
         options: WriterOptions | None = None,
         max_in_flight: int = 2,
         on_result: Callable[[int, Outcome], None] | None = None,
+        on_retired: Callable[[int, list[int]], None] | None = None,
         io: FileIO | None = None,
     ) -> None:
         """Start the writer and return at once; :meth:`ready` tells whether it could open `store`.
 
         `seed` is the seed of the change hashes. `ring_bytes` bounds the staging memory (at least
         one slot). `on_result(save, outcome)` is called in the receiver thread for every save that
-        ends; it must not block. `io` replaces the file layer, in thread mode only.
+        ends, `on_retired(save, steps)` when retention has taken steps off the list after its
+        commit; they must not block. `io` replaces the file layer, in thread mode only.
         Raises `InvalidInputError`, `StorageError` (no shared memory) and `WriterError` (the
         process cannot be started).
         """
@@ -74,6 +76,7 @@ class WriterClient:
         self._condition = threading.Condition()
         self._max_in_flight = max_in_flight
         self._on_result = on_result
+        self._on_retired = on_retired
         self._ready: Ready | None = None
         self._error: DeltackptError | None = None
         self._closed = False
@@ -392,6 +395,8 @@ class WriterClient:
                 self._settle(message.save, message)
             case protocol.Failed(save, error):
                 self._settle(save, from_wire(error))
+            case protocol.Retired(save, steps):
+                self._tell_retired(save, steps)
             case protocol.Ready():
                 with self._condition:
                     self._ready = message
@@ -444,6 +449,14 @@ class WriterClient:
             self._on_result(save, outcome)
         except Exception:
             _log.exception("on_result raised for save %d", save)
+
+    def _tell_retired(self, save: int, steps: list[int]) -> None:
+        if self._on_retired is None:
+            return
+        try:
+            self._on_retired(save, steps)
+        except Exception:
+            _log.exception("on_retired raised for save %d", save)
 
 
 def _timeout(what: str, seconds: float | None) -> StorageError:

@@ -41,6 +41,14 @@ class Confirmer:
         self._index = index
         self._handles: OrderedDict[str, tuple[int, int]] = OrderedDict()  # pack -> fd, file size
         self._confirmed: dict[bytes, Location] = {}
+        self._absent: frozenset[str] = frozenset()
+
+    def ban(self, packs: frozenset[str]) -> None:
+        """From here on these packs, and no others, count as absent, whatever the index says."""
+        self._absent = packs
+        self._confirmed.clear()
+        for pack in packs.intersection(self._handles):
+            self._close(self._handles.pop(pack)[0])
 
     def find(self, chunk_id: bytes, depth: int = 0) -> Location | None:
         """The confirmed location of the chunk, or None."""
@@ -51,6 +59,9 @@ class Confirmer:
             location = self._index.get(chunk_id)
             if location is None or depth > MAX_DEPTH:
                 return None
+            if location.pack in self._absent:
+                self._index.drop_pack(location.pack)
+                continue
             try:
                 self._check(chunk_id, location)
             except (OSError, DeltackptError) as error:

@@ -95,11 +95,11 @@ class FileIO:
 
         Never waits: ``BlockingIOError`` while somebody else holds it. `create` makes the file when
         it does not exist. On return the file locked is the one that `path` names. The handle can
-        be written to. Other errors, ENOLCK and ENOTSUP among them, say that there is no lock.
+        be written to, where the file can. Other errors, ENOLCK and ENOTSUP among them, say that
+        there is no lock.
         """
-        flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0)
         while True:
-            handle = os.open(path, flags, 0o666)
+            handle = _open_to_lock(path, create)
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if _names(path, handle):
@@ -148,6 +148,16 @@ class FileIO:
     def free_bytes(self, path: str) -> int:
         status = os.statvfs(path)
         return status.f_bavail * status.f_frsize
+
+
+def _open_to_lock(path: str, create: bool) -> int:
+    try:
+        flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0)
+        return os.open(path, flags, 0o666)
+    except OSError as error:
+        if create or error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
 
 def _names(path: str, handle: int) -> bool:

@@ -101,7 +101,10 @@ class Layout(msgspec.Struct, frozen=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One manifest file. Fields that a delta leaves out are as in its base."""
+    """One manifest file. Fields that a delta leaves out are as in its base.
+
+    `salt` is there when the same manifest without it was about to be deleted: it means nothing.
+    """
 
     root: bytes
     packs: tuple[str, ...]
@@ -112,6 +115,7 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
     inline: dict[int, bytes] = {}
     chunks: dict[int, bytes] = {}
     patches: dict[int, tuple[bytes, bytes]] = {}
+    salt: bytes = b""
 
 
 class Snapshot:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Callable
 from threading import Event
 
 from deltackpt_store.errors import DeltackptError
 from deltackpt_store.fileio import FileIO, make_directories
+from deltackpt_store.leases import Lease, make_reserve
 from deltackpt_store.lmdb_index import open_index
 from deltackpt_store.names import check_name
 from deltackpt_store.oserror import storage_error
@@ -46,10 +48,16 @@ def open_session(
         if isinstance(error, DeltackptError):
             raise
         raise storage_error(error, "write to the run", directory) from error
+    lease: Lease | None = None
     try:
+        # Before the index: what is found from here on is not collected behind this writer's back.
+        lease = Lease.take(store.io, store.path, secrets.token_hex(8))
+        make_reserve(store.io, store.path)
         index = open_index(store)
-        session = RunWriter(store, hello, ring, index=index, lock=lock, send=send)
+        session = RunWriter(store, hello, ring, index=index, lock=lock, lease=lease, send=send)
     except BaseException:
+        if lease is not None:
+            lease.release()
         lock.release()
         raise
     send(session.ready())

@@ -24,6 +24,7 @@ import numpy as np
 
 from deltackpt_store.errors import InvalidInputError, WriterError, to_wire
 from deltackpt_store.manifest import Layout
+from deltackpt_store.retention import Keep
 
 PROTOCOL = 1
 MAX_FRAME = 1 << 30
@@ -50,7 +51,7 @@ class WriterOptions(msgspec.Struct, frozen=True, kw_only=True):
     finishing; `nice` is added to the writer process's niceness; `shadow` keeps the chunks that
     later ones are coded against in memory, up to the size of the state, instead of reading them
     from the store; `create` makes the store when the path does not exist; `versions` (of packages)
-    are recorded in every commit.
+    are recorded in every commit; `keep` is applied to the run after each commit.
     """
 
     codec: str = "auto"
@@ -60,6 +61,7 @@ class WriterOptions(msgspec.Struct, frozen=True, kw_only=True):
     shadow: bool = False
     create: bool = True
     versions: dict[str, str] = {}
+    keep: Keep | None = None
 
 
 # trainer -> writer -----------------------------------------------------------------------------
@@ -171,6 +173,13 @@ class Committed(msgspec.Struct, frozen=True, tag="committed"):
     stats: dict[str, float]
 
 
+class Retired(msgspec.Struct, frozen=True, tag="retired"):
+    """After the commit of `save`, retention took these steps of the run off the list."""
+
+    save: int
+    steps: list[int]
+
+
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
     """A save failed and left no commit. `error` is ``errors.to_wire``."""
 
@@ -186,7 +195,7 @@ class Notice(msgspec.Struct, frozen=True, tag="notice"):
 
 
 ToWriter = Hello | Begin | Slot | NeedSlots | Finish | Abort | Close
-ToTrainer = Ready | Refused | Released | Committed | Failed | Notice
+ToTrainer = Ready | Refused | Released | Committed | Retired | Failed | Notice
 
 _to_writer = msgspec.msgpack.Decoder(ToWriter)
 _to_trainer = msgspec.msgpack.Decoder(ToTrainer)

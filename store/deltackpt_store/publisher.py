@@ -59,6 +59,9 @@ class Publisher:
         Durable on return. Raises `StorageError`; `ConflictError` when somebody else committed to
         the run, or the step does not come after the one it would continue.
         """
+        self._writer.heed()
+        if self._base is not None and self._base.digest in self._writer.absent_manifests:
+            self._base = None  # nothing names it any more, and it is being collected
         packs = save.table.packs()
         snapshot = Snapshot(
             save.table.layout, message.objects, message.inline, save.table.chunks,

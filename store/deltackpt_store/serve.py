@@ -13,6 +13,7 @@ import os
 import queue
 import socket
 import threading
+import time
 from collections.abc import Callable
 
 from deltackpt_store import protocol
@@ -24,6 +25,9 @@ from deltackpt_store.ring import Ring
 from deltackpt_store.session import RunWriter
 
 _log = logging.getLogger("deltackpt.writer")
+
+ATTEND_SECONDS = 1.0
+"""How often a session looks whether a garbage collection waits for it, idle or busy."""
 
 
 class Mailbox:
@@ -40,9 +44,18 @@ class Mailbox:
         self._thread = threading.Thread(target=self._receive, name="deltackpt-inbox", daemon=True)
         self._thread.start()
 
-    def get(self) -> ToWriter | None:
-        """The next message; None at the end. Raises `WriterError` for one that is not valid."""
-        message = self._inbox.get()
+    def get(self, idle: Callable[[], None] | None = None) -> ToWriter | None:
+        """The next message; None at the end. Raises `WriterError` for one that is not valid.
+
+        While there is none, `idle` is called every `ATTEND_SECONDS`.
+        """
+        while True:
+            try:
+                message = self._inbox.get(timeout=None if idle is None else ATTEND_SECONDS)
+                break
+            except queue.Empty:
+                if idle is not None:
+                    idle()
         if isinstance(message, DeltackptError):
             raise message
         return message
@@ -137,8 +150,9 @@ def serve(
 
 def _loop(mailbox: Mailbox, session: RunWriter) -> None:
     handled = 0
+    attended = time.monotonic()
     while True:
-        message = mailbox.get()
+        message = mailbox.get(session.attend)
         if message is None or isinstance(message, protocol.Close):
             return
         handled += isinstance(message, protocol.Begin)
@@ -147,6 +161,9 @@ def _loop(mailbox: Mailbox, session: RunWriter) -> None:
         session.handle(message)
         if mailbox.idle():
             session.relieve()
+        if time.monotonic() - attended >= ATTEND_SECONDS:
+            session.attend()
+            attended = time.monotonic()
 
 
 def serve_process(*, control_fd: int, ring_fd: int, parent: int) -> None:

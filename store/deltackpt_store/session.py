@@ -8,6 +8,7 @@ again, and a failed save is never what a later one refers to.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
@@ -22,20 +23,24 @@ from deltackpt_store.errors import (
     CorruptionError,
     DeltackptError,
     InvalidInputError,
+    NotFoundError,
     StateError,
+    StorageError,
 )
 from deltackpt_store.index import ChunkIndex, MemoryIndex, refresh
 from deltackpt_store.layout_check import check_layout
+from deltackpt_store.leases import Hold, Lease, hold
 from deltackpt_store.lineage import Lineage
-from deltackpt_store.manifest import Layout
+from deltackpt_store.manifest import Commit, Layout, Snapshot
 from deltackpt_store.pending_save import PendingSave
 from deltackpt_store.protocol import Begin, Committed, Finish, Hello, Slot, ToTrainer, ToWriter
 from deltackpt_store.publisher import Publisher
+from deltackpt_store.retention import Retention
 from deltackpt_store.ring import Ring
 from deltackpt_store.runlock import RunLock
 from deltackpt_store.store import Store
-from deltackpt_store.store_writer import Chunk, Put, StoreWriter
-from deltackpt_store.tables import ChunkTable, packs_of
+from deltackpt_store.store_writer import Chunk, StoreWriter
+from deltackpt_store.tables import ChunkTable
 
 _log = logging.getLogger("deltackpt.writer")
 
@@ -54,8 +59,10 @@ class RunWriter:
         *,
         index: ChunkIndex,
         lock: RunLock,
+        lease: Lease | None,
         send: Callable[[ToTrainer], None],
     ) -> None:
+        """Owns `index`, `lock` and `lease` once it is made."""
         self._store = store
         self._seed = hello.seed
         self._ring = ring
@@ -64,12 +71,17 @@ class RunWriter:
         self._send = send
         self._writer = StoreWriter(
             store, codec=hello.options.codec, index=index, pack_bytes=hello.options.pack_bytes,
-            shadow=0 if hello.options.shadow else None,
+            shadow=0 if hello.options.shadow else None, lease=lease,
         )  # fmt: skip
+        self._writer.claim = self._claim
         self._lineage = Lineage(store, hello.run)
         self._publisher = Publisher(
             store, hello.run, self._writer, self._lineage, versions=hello.options.versions
         )
+        keep = hello.options.keep
+        self._retention = None if keep is None else Retention(store, hello.run, keep)
+        self._hold: Hold | None = None
+        self._index_is_old = False  # chunks were moved, or packs pardoned
         self._layout: Layout | None = None
         self._active: dict[int, PendingSave] = {}
         self._tables: OrderedDict[int | tuple[str, int], ChunkTable | None] = OrderedDict()
@@ -98,12 +110,14 @@ class RunWriter:
                     self._fail(save, StateError(f"save {save} was given up", kind="aborted"))
             case protocol.NeedSlots():
                 self._starving = True
-                self.hurry()
             case _:
                 raise StateError(f"unexpected message {type(message).__name__}", kind="protocol")
 
     def hurry(self) -> None:
-        """Encoding delays the trainer, or a save that waits: give up ratio for speed."""
+        """The trainer has begun a save while chunks of an earlier one are still being encoded.
+
+        Slots running out is no such sign: a state larger than the ring goes in waves.
+        """
         self._behind = True
         self._writer.hurry()
 
@@ -112,9 +126,22 @@ class RunWriter:
         if self._starving and self._held:
             self._flush()
 
+    def attend(self) -> None:
+        """Let a waiting garbage collection go on; called every second or so, idle or not."""
+        store = self._store
+        try:
+            self._writer.heed()
+            if self._index_is_old:
+                staying = set(store.packs.names()) - self._writer.absent_packs
+                refresh(self._index, store.io, store.path, staying, store_uuid=store.uuid)
+                self._index_is_old = False
+        except StorageError as error:
+            _log.warning("%s", error)
+
     def close(self) -> None:
         """Drop what is not committed and let the run go. Nothing is sent."""
         try:
+            self._release_hold()
             self._writer.close()
         finally:
             self._index.close()
@@ -134,6 +161,8 @@ class RunWriter:
             layout = self._take_layout(begin)
             if begin.parent is not None:
                 self._lineage.restart(begin.parent)
+                with contextlib.suppress(NotFoundError):
+                    self._keep_alive(self._lineage.head)
             begun = max((save.step for save in self._active.values()), default=None)
             self._lineage.check(begin.step, overwrite=begin.overwrite, begun=begun)
             source = self._relative(begin)
@@ -176,16 +205,60 @@ class RunWriter:
                 kind="relative-unknown",
             )
         commit = self._store.read_commit(*key)
+        self._keep_alive(commit)
         snapshot = self._store.snapshot(commit)
-        # Footers, not the cache, say which pack holds what: a pack that is wrongly left out of a
-        # commit's closure could be deleted under it.
-        footers = MemoryIndex()
-        store = self._store
-        refresh(footers, store.io, store.path, snapshot.packs, store_uuid=store.uuid)
-        table = ChunkTable.from_snapshot(snapshot, footers)
+        table = ChunkTable.from_snapshot(snapshot, self._footers_of(snapshot))
         self._publisher.continue_from(commit, snapshot)
         self._keep_table(key, table)
         return table
+
+    def _footers_of(self, snapshot: Snapshot) -> MemoryIndex:
+        """Where the chunks of a step lie: footers, not the cache, say which pack holds what.
+
+        A pack that is wrongly left out of what a save needs could be deleted under it. Chunks may
+        have moved since the step was saved.
+        """
+        store, footers = self._store, MemoryIndex()
+        there = set(store.packs.names()) - self._writer.absent_packs
+        refresh(footers, store.io, store.path, there.intersection(snapshot.packs),
+                store_uuid=store.uuid)  # fmt: skip
+        if not there.issuperset(snapshot.packs):
+            refresh(footers, store.io, store.path, there, store_uuid=store.uuid)
+        return footers
+
+    # garbage collection ------------------------------------------------------------------------
+
+    def _claim(self, packs: frozenset[str]) -> set[str]:
+        """Which of the condemned `packs` saves in flight, or relative to kept tables, still need.
+
+        Chunks that other packs hold as well are looked for there from now on.
+        """
+        self._index_is_old = True
+        tables = [save.table for save in self._active.values()]
+        tables += [table for table in self._tables.values() if table is not None]
+        tables = [table for table in tables if not packs.isdisjoint(table.packs())]
+        if not tables:
+            return set()
+        store, footers = self._store, MemoryIndex()
+        staying = set(store.packs.names()) - packs
+        refresh(footers, store.io, store.path, staying, store_uuid=store.uuid)
+        needed: set[str] = set()
+        for table in {id(table): table for table in tables}.values():
+            needed |= table.leave(packs, footers)
+        return needed
+
+    def _keep_alive(self, commit: Commit | None) -> None:
+        """Hold what training was restored from, until this session has a commit of its own."""
+        if commit is None:
+            return
+        held = hold(self._store.io, self._store.path, commit)
+        self._release_hold()
+        self._hold = held
+
+    def _release_hold(self) -> None:
+        if self._hold is not None:
+            self._hold.release()
+            self._hold = None
 
     # staging -----------------------------------------------------------------------------------
 
@@ -225,18 +298,7 @@ class RunWriter:
                 Chunk(raw, spec.dtype, save.extent_name(extent), save.table.base(extent, chunk))
             )
         for place, put in zip(places, self._writer.put_many(chunks), strict=True):
-            save.record(*place, put, self._packs_of_put(put))
-
-    def _packs_of_put(self, put: Put) -> tuple[str, ...]:
-        if not put.refs:
-            return (put.pack,)
-        packs = {put.pack}
-        for ref in put.refs:
-            more = packs_of(self._index, ref)  # the store writer has confirmed these entries
-            if not more:
-                raise StateError(f"the packs of reference {ref.hex()} are not known")
-            packs.update(more)
-        return tuple(sorted(packs))
+            save.record(*place, put, self._writer.packs_of(put))
 
     def _flush(self) -> bool:
         """Make all blobs durable and release their slots; False when the storage refused."""
@@ -294,6 +356,20 @@ class RunWriter:
                 commit.root, base, stats,
             )
         )  # fmt: skip
+        self._release_hold()
+        self._retain(save.id, commit)
+
+    def _retain(self, save: int, commit: Commit) -> None:
+        """Take off the list what need not be kept, now that `commit` is durable."""
+        if self._retention is None:
+            return
+        try:
+            retired = self._retention.apply(commit)
+        except DeltackptError as error:  # what should have gone is still there: nothing is lost
+            _log.warning("retention failed: %s", error)
+            return
+        if retired:
+            self._send(protocol.Retired(save, [commit.step for commit in retired]))
 
     def _coding_stats(self) -> dict[str, float]:
         encoder = self._writer.encoder

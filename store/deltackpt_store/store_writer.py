@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -34,15 +34,18 @@ from deltackpt_store.fileio import (
     publish_bytes,
     read_file,
 )
+from deltackpt_store.generation import Generation
 from deltackpt_store.history import ancestors_after
 from deltackpt_store.index import ChunkIndex, MemoryIndex
 from deltackpt_store.io_thread import IoThread
+from deltackpt_store.leases import Claims, Lease
 from deltackpt_store.manifest import Commit, Manifest
 from deltackpt_store.manifest_io import closure_digest, digest_of, encode, encode_commit
 from deltackpt_store.names import RETIRED_SUFFIX, check_name, number_name, parse_number
 from deltackpt_store.oserror import storage_error
 from deltackpt_store.pack import MAX_CHUNK_BYTES, Location, pack_path
 from deltackpt_store.pack_writer import BATCH_BYTES, PackBuilder, PackFile, sync_directory
+from deltackpt_store.standing import Standing
 
 PACK_BYTES = 64 * 1024 * 1024
 
@@ -107,6 +110,12 @@ class StoreWriter:
 
     Deduplication. A chunk found in `index` counts as stored only when the record in the pack
     confirms it (checked once per chunk); `verify_dedup` also reads it back and compares the bytes.
+
+    Garbage collection. The writer holds a lease (`lease`, else one taken at its first use; give one
+    taken before the index was read when the writer lives on), and treats as absent what a
+    collection condemns. `heed` must be called now and then: a collection waits for it. What is not
+    yet part of a commit stays as long as the writer does; a writer that builds upon more than its
+    puts since its last commit says so in `claim`.
     """
 
     def __init__(
@@ -118,11 +127,12 @@ class StoreWriter:
         pack_bytes: int = PACK_BYTES,
         verify_dedup: bool = False,
         shadow: int | None = None,
+        lease: Lease | None = None,
     ) -> None:
         codecs.check_mode(codec)
         if pack_bytes < 1:
             raise InvalidInputError(f"pack_bytes must be positive, not {pack_bytes}")
-        self.writer = secrets.token_hex(8)
+        self.writer = secrets.token_hex(8) if lease is None else lease.writer
         self._io = store.io
         self._root = store.path
         self._uuid = store.uuid
@@ -145,6 +155,50 @@ class StoreWriter:
         self._uncommitted = MemoryIndex()
         self._durable: set[str] = set()  # packs whose name this writer knows to be durable
         self._doubtful: set[str] = set()  # relied upon since the last flush, name maybe not durable
+        self._standing = Standing(self._io, self._root, self.writer, lease)
+        self._heeding = False
+        self._relied: set[str] = set()  # packs of puts since the last commit
+        self._named: set[bytes] = set()  # manifests of the next commit
+        self.claim: Callable[[frozenset[str]], Collection[str]] = self._relied.intersection
+        """Which of the packs given, all condemned, the caller still builds upon."""
+
+    # garbage collection --------------------------------------------------------------------
+
+    def heed(self) -> bool:
+        """Let a waiting garbage collection go on; tells whether there is a new generation.
+
+        What it condemns is not built upon from here on. Costs one directory listing. StorageError.
+        """
+        self._check_process()
+        moved = self._standing.heed(self._claims)
+        self._heeding = True
+        if not moved:
+            return False
+        absent = self._standing.packs
+        self._confirmer.ban(absent)
+        for name in absent:
+            self._uncommitted.drop_pack(name)
+        self._durable -= absent
+        for chunk_id, put in list(self._unflushed.items()):
+            if any(self._place(ref) is None for ref in put.refs):
+                del self._unflushed[chunk_id]  # what it is coded against is going
+        return True
+
+    @property
+    def absent_packs(self) -> frozenset[str]:
+        """Packs that must not be built upon: a collection is about to delete them."""
+        return self._standing.packs
+
+    @property
+    def absent_manifests(self) -> frozenset[bytes]:
+        """Manifests that must not be built upon: a collection is about to delete them."""
+        return self._standing.manifests
+
+    def _claims(self, generation: Generation) -> Claims:
+        return Claims(
+            generation.packs.intersection(self.claim(generation.packs)),
+            generation.manifests & self._named,
+        )
 
     # blobs ---------------------------------------------------------------------------------
 
@@ -163,6 +217,8 @@ class StoreWriter:
         after `flush`. Raises StorageError, InvalidInputError, StateError.
         """
         self._check()
+        if not self._heeding:
+            self.heed()
         views = [_flat(chunk.raw) for chunk in chunks]
         ids = self.encoder.map(_digest, views, sum(map(len, views)))
         puts: list[Put | None] = []
@@ -218,13 +274,12 @@ class StoreWriter:
 
     def _append(self, chunk_id: bytes, view: memoryview, encoded: codecs.Encoded) -> Put:
         size = len(view)
-        for name in self._packs_of(encoded.refs):
-            if name not in self._durable:
-                self._doubtful.add(name)
+        self._rely(self._packs_of(encoded.refs))
         if not encoded.refs:
             self.encoder.stored_by_itself(chunk_id, view)
         pack = self._open or self._new_pack()
         builder = pack.builder
+        self._relied.add(builder.name)
         written = builder.add(chunk_id, size, encoded)
         self._unflushed[chunk_id] = Put(chunk_id, builder.name, 0, encoded.codec, encoded.refs)
         if builder.pending >= BATCH_BYTES:
@@ -234,19 +289,34 @@ class StoreWriter:
         return Put(chunk_id, builder.name, written, encoded.codec, encoded.refs)
 
     def _stored(self, chunk_id: bytes, raw: memoryview) -> Put | None:
-        location = self._uncommitted.get(chunk_id) or self._confirmer.find(chunk_id)
+        location = self._place(chunk_id)
         if location is None:
             return None
         if self._verify_dedup and not self._same(chunk_id, raw):
             return None
-        for pack in (location.pack, *self._packs_of(location.refs)):
+        self._rely((location.pack, *self._packs_of(location.refs)))
+        return Put(chunk_id, location.pack, 0, location.codec, location.refs)
+
+    def packs_of(self, put: Put) -> tuple[str, ...]:
+        """All packs that it takes to read the chunk, for a put of which no flush has failed."""
+        return tuple(sorted({put.pack, *self._packs_of(put.refs)})) if put.refs else (put.pack,)
+
+    def _rely(self, packs: Iterable[str]) -> None:
+        for pack in packs:
+            self._relied.add(pack)
             if pack not in self._durable:
                 self._doubtful.add(pack)
-        return Put(chunk_id, location.pack, 0, location.codec, location.refs)
+
+    def _place(self, chunk_id: bytes) -> Location | None:
+        """Where the chunk is stored, whole with what it is coded against; None when it is not."""
+        location = self._uncommitted.get(chunk_id)
+        if location is not None and all(self._place(ref) for ref in location.refs):
+            return location
+        return self._confirmer.find(chunk_id)
 
     def _packs_of(self, refs: tuple[bytes, ...]) -> Iterable[str]:
         for ref in refs:
-            location = self._uncommitted.get(ref) or self._confirmer.find(ref)
+            location = self._place(ref)
             if location is not None:
                 yield location.pack
                 yield from self._packs_of(location.refs)
@@ -338,9 +408,14 @@ class StoreWriter:
         StateError when it names a pack of this writer that is not flushed.
         """
         self._check()
+        self.heed()
         self._check_flushed(manifest.packs)
         data = encode(manifest)
         digest = digest_of(data)
+        if digest in self._standing.manifests:  # the one that is there is about to go
+            data = encode(msgspec.structs.replace(manifest, salt=secrets.token_bytes(8)))
+            digest = digest_of(data)
+        self._named.update(d for d in (digest, manifest.base) if d is not None)
         path = os.path.join(self._root, "manifests", digest.hex())
         if not self._publish(path, data, "write the manifest"):
             raise CorruptionError(
@@ -360,7 +435,6 @@ class StoreWriter:
         root: bytes,
         packs: Iterable[str],
         number: int | None = None,
-        generation: int = 0,
         versions: Mapping[str, str] | None = None,
         metrics: Mapping[str, float] | None = None,
         stats: Mapping[str, float] | None = None,
@@ -371,9 +445,13 @@ class StoreWriter:
         its own base), `root` the Merkle root, `packs` all packs the manifest depends on. `number`
         is the number to take: pass the one above the newest commit this writer has seen, so that a
         commit made by somebody else in between is a conflict; None means one above whatever exists
-        now. Afterwards the index learns the packs flushed so far.
+        now. Afterwards the index learns the packs flushed so far. StateError (kind ``collected``)
+        when garbage collection has taken this writer for dead and may have deleted what the step
+        needs: then there is no commit, and the step must be saved anew.
         """
         self._check()
+        if not self._heeding:
+            self.heed()
         check_name(run, "run")
         names = sorted(set(packs))
         self._check_flushed(names)
@@ -384,18 +462,25 @@ class StoreWriter:
             run=run, number=number, step=step,
             parent=None if parent is None else (parent.run, parent.number, parent.digest),
             manifest=manifest, base=base, root=root, closure=closure_digest(names),
-            writer=self.writer, nonce=secrets.token_bytes(16), generation=generation,
+            writer=self.writer, nonce=secrets.token_bytes(16), generation=self._standing.seen,
             created=time.time(), versions=dict(versions or {}), metrics=dict(metrics or {}),
             stats=dict(stats or {}), ancestors=ancestors_after(parent, run),
         )  # fmt: skip
         data = encode_commit(record)
         path = os.path.join(directory, number_name(number))
-        if self._io_exists(path + RETIRED_SUFFIX) or not self._publish(path, data, "write"):
+        if (
+            not self._standing.allows(run, number)
+            or self._io_exists(path + RETIRED_SUFFIX)
+            or not self._publish(path, data, "write")
+        ):
             raise ConflictError(
                 f"commit {number} of run {run!r} was made by somebody else",
                 kind="commit-taken", run=run, number=number, step=step,
                 hint="let one writer at a time save to a run, or give this one its own run",
             )  # fmt: skip
+        self._standing.settle(record, path)
+        self._relied.clear()
+        self._named.clear()
         self._index_committed()
         return msgspec.structs.replace(record, digest=data[-32:])
 
@@ -478,6 +563,7 @@ class StoreWriter:
         self._thread.stop()
         self.encoder.close()
         self._confirmer.close()
+        self._standing.close()
         self._closed = True
 
     def __enter__(self) -> StoreWriter:

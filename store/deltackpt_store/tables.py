@@ -152,6 +152,44 @@ class ChunkTable:
         """All packs that restoring this save takes."""
         return {name for number in self._counts for name in self._names[number]}
 
+    def leave(self, packs: frozenset[str], footers: MemoryIndex) -> set[str]:
+        """Look elsewhere for what lies in `packs`, which are to be deleted.
+
+        `footers` knows packs that stay. Returns those of `packs` that chunks of this save still
+        need because no other pack holds them.
+        """
+        leaving = [n for n, names in self._names.items() if not packs.isdisjoint(names)]
+        if not leaving:
+            return set()
+        for extent, where in list(self._where.items()):
+            rows = np.flatnonzero(np.isin(where, np.array(leaving, np.uint32)))
+            if not len(rows):
+                continue
+            moved = where.copy()
+            ids = self.chunks[extent]
+            found = footers.find(ids[rows])
+            plain = (found.packs >= 0) & (found.entries["refs"] == 0)
+            for i, row in enumerate(rows.tolist()):
+                if plain[i]:
+                    names = (found.names[int(found.packs[i])],)
+                else:
+                    names = packs_of(footers, ids[row].tobytes())
+                if names:
+                    moved[row] = self._number(names)
+            if extent not in self._own:
+                moved.flags.writeable = False
+            self._where[extent] = moved
+        self._recount()
+        return {name for names in self._names.values() for name in packs.intersection(names)}
+
+    def _recount(self) -> None:
+        self._counts = {}
+        for where in self._where.values():
+            self._count(where)
+        self._counts.pop(_NOWHERE, None)
+        for number in [n for n in self._names if n not in self._counts]:
+            self._drop(number)
+
     def freeze(self) -> None:
         """Nothing is written into the arrays from here on; they may be shared."""
         for extent in self._own:

@@ -165,10 +165,8 @@ class SimulatedDisk(FileIO):
         self._existing(path)
 
     def lock(self, path: str, *, create: bool = False) -> int:
-        if create and self._tree.find(path) is None:
-            handle = self.create(path)
-        else:
-            handle = self.open(path)
+        fresh = create and self._tree.find(path) is None
+        handle = self.create(path) if fresh else self.open(path)
         inode = self._handles[handle]
         if inode in self._locks:
             self.close(handle)

@@ -1,0 +1,393 @@
+"""Garbage collection: the only thing that deletes, and never what anybody reaches or builds upon.
+
+One collection, safe beside any number of writers, readers, compactions and attempts to collect,
+and interruptible anywhere (the next one starts again and finds less to do)::
+
+    lock        one collection at a time (``gc/lock``)
+    mark        everything that commits, pins and holds reach; give up on anything unreadable
+    publish     generation g+1: the packs and manifests that nothing reached are *condemned*
+    wait        until every live writer has acknowledged g+1; the dead lose their leases
+    mark again  from scratch; what is reached now, or claimed by a writer, is pardoned
+    prove       a chunk that leaves with a condemned pack must be readable where it stays
+    sync        every directory whose content the second marking has relied on
+    delete      packs, then records of retired commits, manifests, unfinished files
+
+Why it is safe. A writer acknowledges g+1 only when it has taken the condemned packs out of
+everything it may build upon, or claims them. So what it commits later does not need them, and what
+it committed before shows in the second marking. A writer that was taken for dead finds its lease
+gone after its commit, and then proves the commit or withdraws it (`StoreWriter.commit`): either it
+sees g+1, or the second marking sees its commit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import time
+from collections.abc import Callable, Collection, Generator
+from dataclasses import dataclass, field
+
+from deltackpt_store import leases
+from deltackpt_store.doomed import Doomed, leftovers, unneeded
+from deltackpt_store.errors import ConflictError, DeltackptError, StorageError
+from deltackpt_store.fileio import FileIO
+from deltackpt_store.generation import (
+    Generation,
+    newest_number,
+    publish_generation,
+    read_generation,
+    remove_older,
+)
+from deltackpt_store.mark import Marking, mark
+from deltackpt_store.names import RETIRED_SUFFIX, number_name, pack_path
+from deltackpt_store.oserror import storage_error
+from deltackpt_store.proof import unreadable_after
+from deltackpt_store.roots import Roots, read_roots
+from deltackpt_store.store import Store
+
+_log = logging.getLogger("deltackpt.store.gc")
+
+LOCK = "gc/lock"
+ACK_SECONDS = 60.0
+_POLL_SECONDS = 0.05
+_FEW_PACKS = 500
+"""Condemned at a time when the record of all does not fit onto a full disk."""
+
+Wait = Callable[[list[str]], bool]
+"""Called with the writers that have not acknowledged yet; False: give up waiting."""
+
+
+@dataclass(slots=True)
+class GcReport:
+    """What a collection did, or with `dry_run` would do. Sizes in bytes of files."""
+
+    dry_run: bool = False
+    generation: int = 0
+    packs: list[str] = field(default_factory=list[str])
+    manifests: list[str] = field(default_factory=list[str])
+    commits: list[tuple[str, int]] = field(default_factory=list[tuple[str, int]])
+    leftovers: list[str] = field(default_factory=list[str])
+    """Unfinished files of writers that are no more, relative to the store."""
+    pack_bytes: int = 0
+    pardoned: list[str] = field(default_factory=list[str])
+    """Packs condemned at first that turned out to be needed."""
+    kept_packs: int = 0
+    kept_bytes: int = 0
+    writers: int = 0
+    """Live writers that were waited for."""
+
+    @property
+    def nothing(self) -> bool:
+        return not (self.packs or self.manifests or self.commits or self.leftovers)
+
+
+def collect(
+    store: Store,
+    *,
+    dry_run: bool = False,
+    timeout: float = ACK_SECONDS,
+    avoid: Collection[str] = (),
+    wait: Wait | None = None,
+) -> GcReport:
+    """Delete what nothing reaches from `store`.
+
+    `avoid` are packs to be got rid of where other packs hold their chunks too. `timeout` (seconds)
+    bounds the wait for live writers to acknowledge; `wait` replaces it, for tests. `dry_run` only
+    reads, takes no lock, and reports what would go at this moment.
+
+    Raises ConflictError when another collection runs (kind ``gc-running``) or a live writer does
+    not acknowledge in time (``gc-busy``: nothing was deleted, run it again later);
+    CorruptionError when anything that is needed cannot be read: nothing was deleted then;
+    StorageError, also when there are no file locks (``no-locks``).
+    """
+    store.format.require("gc", store.path)
+    if dry_run:
+        return _Collection(store, avoid).plan()
+    with _lock(store.io, store.path):
+        collection = _Collection(store, avoid)
+        try:
+            report = collection.run(wait or _patience(timeout))
+            while collection.more:
+                collection = _Collection(store, avoid)
+                report = _added(report, collection.run(wait or _patience(timeout)))
+        except OSError as error:
+            if isinstance(error, DeltackptError):
+                raise
+            raise storage_error(error, "collect garbage in", store.path) from error
+        leases.make_reserve(store.io, store.path)
+        return report
+
+
+class _Collection:
+    def __init__(self, store: Store, avoid: Collection[str]) -> None:
+        self._store = Store(store.path, store.io, store.format)  # remembers nothing from before
+        self._io = store.io
+        self._root = store.path
+        self._avoid = frozenset(avoid)
+        self.more = False
+        """There was no space to write down all that may go: collect again."""
+
+    def plan(self) -> GcReport:
+        """What would be deleted, as far as one marking tells."""
+        _, marking, doomed = self._mark(self._avoid)
+        report = _report(marking, doomed)
+        report.dry_run = True
+        report.generation = newest_number(self._io, self._root)
+        return report
+
+    def run(self, wait: Wait) -> GcReport:
+        last = self._last()
+        # What was condemned once stays so as long as another pack has its chunks: a collection
+        # that goes on where one was killed must not choose the other way round.
+        roots, marking, doomed = self._mark(self._avoid | last.packs)
+        if doomed.nothing:
+            self._tidy(last.number)
+            report = _report(marking, doomed)
+            report.generation = last.number
+            return report
+        generation = self._publish(last, roots, doomed, marking)
+        claims, writers = self._settle(generation, wait)
+        roots, marking, now = self._mark(self._avoid | generation.packs)
+        final = _final(doomed, now, generation, claims)
+        self._prove(marking, final)
+        self._sync(roots)
+        self._check_mine(generation)
+        self._delete(final)
+        self.more = self.more and bool(final.packs)
+        report = _report(marking, final)
+        report.generation, report.writers = generation.number, writers
+        report.pardoned = sorted(generation.packs.difference(final.packs))
+        if report.pardoned or generation.manifests.difference(final.manifests):
+            self._close(generation)
+        self._tidy(newest_number(self._io, self._root))
+        return report
+
+    # marking -------------------------------------------------------------------------------
+
+    def _mark(self, avoid: Collection[str]) -> tuple[Roots, Marking, Doomed]:
+        # Names first: what is published after they were listed is none of this collection's.
+        lying = leftovers(self._io, self._root)
+        roots = read_roots(self._store)
+        marking = mark(self._store, roots, avoid=avoid)
+        return roots, marking, unneeded(self._store, roots, marking, lying)
+
+    def _last(self) -> Generation:
+        number = newest_number(self._io, self._root)
+        try:
+            return read_generation(self._io, self._root, number)
+        except DeltackptError as error:
+            _log.warning("%s", error)
+            return Generation(number=number)
+
+    # generation ----------------------------------------------------------------------------
+
+    def _publish(
+        self, last: Generation, roots: Roots, doomed: Doomed, marking: Marking
+    ) -> Generation:
+        boundary = dict(last.boundary)
+        for run, number in doomed.commits:
+            boundary[run] = max(number, boundary.get(run, 0))
+        full = Generation(
+            number=last.number + 1,
+            packs=frozenset(doomed.packs),
+            manifests=frozenset(doomed.manifests),
+            boundary=boundary,
+        )
+        try:
+            publish_generation(self._io, self._root, full)
+            return full
+        except FileExistsError:
+            raise _overtaken() from None
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+        # No room to write down everything: begin with the largest packs.
+        size = dict(zip(marking.catalogue.names, marking.catalogue.sizes, strict=True))
+        largest = sorted(doomed.packs, key=lambda name: -size[name])[:_FEW_PACKS]
+        few = Generation(number=full.number, packs=frozenset(largest), boundary=last.boundary)
+        publish_generation(self._io, self._root, few)
+        self.more = True
+        return few
+
+    def _settle(self, generation: Generation, wait: Wait) -> tuple[leases.Claims, int]:
+        """Wait for the living, bury the dead; what is claimed, and how many were waited for."""
+        packs: set[str] = set()
+        manifests: set[bytes] = set()
+        settled: set[str] = set()
+        while True:
+            live, dead = leases.live_leases(self._io, self._root)
+            for writer in dead:
+                if not leases.bury(self._io, self._root, writer):
+                    live.append(writer)
+            missing: list[str] = []
+            for writer in live:
+                if writer in settled:
+                    continue
+                claims = leases.read_ack(self._io, self._root, generation.number, writer)
+                if claims is None:
+                    missing.append(writer)
+                else:
+                    settled.add(writer)
+                    packs |= claims.packs
+                    manifests |= claims.manifests
+            if not missing:
+                return leases.Claims(frozenset(packs), frozenset(manifests)), len(settled)
+            if not wait(missing):
+                raise self._busy(missing)
+
+    def _busy(self, writers: list[str]) -> ConflictError:
+        who = ", ".join(leases.holder(self._io, self._root, writer) for writer in writers[:5])
+        return ConflictError(
+            f"{len(writers)} live writers have not let go of what may be deleted: {who}",
+            kind="gc-busy",
+            hint="nothing was deleted; run it again when they get on, or have ended",
+            writers=len(writers),
+        )
+
+    def _close(self, generation: Generation) -> None:
+        """Let writers use again what was pardoned; not vital."""
+        after = Generation(number=generation.number + 1, boundary=generation.boundary)
+        with contextlib.suppress(OSError):
+            publish_generation(self._io, self._root, after)
+
+    # deleting ------------------------------------------------------------------------------
+
+    def _sync(self, roots: Roots) -> None:
+        """Make durable what the second marking has seen.
+
+        A mark of retirement, a removed pin or another copy of a chunk may have been left behind
+        by a process that was killed before it made the name durable. Were it lost in a power cut
+        after the deletions, a step would be back that is not whole.
+        """
+        top = ["", "/runs", "/pins", "/packs"]
+        runs = [f"/runs/{run}" for run in roots.runs]
+        packs = sorted({f"/packs/{name[:2]}" for name in self._store.packs.names()})
+        for directory in (*top, *runs, *packs):
+            self._io.sync_directory(f"{self._root}{directory}")
+
+    def _prove(self, marking: Marking, final: Doomed) -> None:
+        """Pardon packs whose chunks cannot be read from where they are to stay."""
+        while final.packs:
+            lost = unreadable_after(self._store, marking, final.packs)
+            if not lost:
+                return
+            _log.warning(
+                "%d chunks are damaged where they were to stay; their other copies are kept",
+                len(lost),
+            )
+            final.packs -= marking.catalogue.holders(lost)
+
+    def _check_mine(self, generation: Generation) -> None:
+        if newest_number(self._io, self._root) != generation.number:
+            raise _overtaken()
+
+    def _delete(self, final: Doomed) -> None:
+        for name in sorted(final.packs):
+            self._unlink(pack_path(name))
+        for run in sorted({run for run, _ in final.commits}):
+            records = [number_name(number) for r, number in final.commits if r == run]
+            for record in records:
+                self._unlink(f"runs/{run}/{record}")
+            # A mark of retirement goes when its record is gone for good: after a power cut the
+            # record must not be there without it.
+            self._io.sync_directory(f"{self._root}/runs/{run}")
+            for record in records:
+                self._unlink(f"runs/{run}/{record}{RETIRED_SUFFIX}")
+        for digest in sorted(final.manifests):
+            self._unlink(f"manifests/{digest.hex()}")
+        for path in sorted(final.leftovers):
+            self._unlink(path)
+
+    def _unlink(self, relative: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            self._io.unlink(f"{self._root}/{relative}")
+
+    def _tidy(self, newest: int) -> None:
+        """Remove what earlier collections and dead processes left; best effort."""
+        leases.remove_acks(self._io, self._root)
+        remove_older(self._io, self._root, newest)
+        with contextlib.suppress(OSError):
+            leases.held_commits(self._io, self._root, clean=True)
+
+
+def _final(doomed: Doomed, now: Doomed, generation: Generation, claims: leases.Claims) -> Doomed:
+    """What both markings found unneeded, the generation condemns, and nobody claims."""
+    return Doomed(
+        packs=set(generation.packs & now.packs - claims.packs),
+        manifests=set(generation.manifests & now.manifests - claims.manifests),
+        commits=[c for c in doomed.commits if c in set(now.commits)
+                 and c.number <= generation.boundary.get(c.run, 0)],
+        leftovers=doomed.leftovers & now.leftovers,
+    )  # fmt: skip
+
+
+def _report(marking: Marking, doomed: Doomed) -> GcReport:
+    catalogue = marking.catalogue
+    size = dict(zip(catalogue.names, catalogue.sizes, strict=True))
+    gone = sum(size.get(name, 0) for name in doomed.packs)
+    return GcReport(
+        packs=sorted(doomed.packs),
+        manifests=sorted(digest.hex() for digest in doomed.manifests),
+        commits=[(run, number) for run, number in doomed.commits],
+        leftovers=sorted(doomed.leftovers),
+        pack_bytes=gone,
+        kept_packs=len(size.keys() - doomed.packs),
+        kept_bytes=sum(size.values()) - gone,
+    )
+
+
+def _added(first: GcReport, second: GcReport) -> GcReport:
+    second.packs = sorted({*first.packs, *second.packs})
+    second.manifests = sorted({*first.manifests, *second.manifests})
+    second.commits = [*first.commits, *second.commits]
+    second.leftovers = sorted({*first.leftovers, *second.leftovers})
+    second.pack_bytes += first.pack_bytes
+    return second
+
+
+def _overtaken() -> ConflictError:
+    return ConflictError(
+        "another garbage collection has taken over",
+        kind="gc-running",
+        hint="run one at a time, on one machine",
+    )
+
+
+def _patience(seconds: float) -> Wait:
+    """Wait by the monotonic clock of this process: it bounds the wait and decides nothing else."""
+    end = time.monotonic() + seconds
+
+    def wait(writers: list[str]) -> bool:
+        if time.monotonic() >= end:
+            return False
+        time.sleep(_POLL_SECONDS)
+        return True
+
+    return wait
+
+
+@contextlib.contextmanager
+def _lock(io: FileIO, root: str) -> Generator[None]:
+    path = f"{root}/{LOCK}"
+    try:
+        handle = leases.with_reserve(io, root, lambda: io.lock(path, create=True))
+    except BlockingIOError as error:
+        raise ConflictError(
+            f"another garbage collection runs in {root}",
+            kind="gc-running",
+            hint="wait until it has ended",
+        ) from error
+    except OSError as error:
+        if error.errno in leases.NO_LOCKS:
+            raise StorageError(
+                f"garbage collection needs file locks, and there are none at {root}",
+                kind="no-locks",
+                hint="collect on a machine that mounts this file system with locks",
+                errno=error.errno,
+            ) from error
+        raise storage_error(error, "lock the store for garbage collection", path) from error
+    try:
+        yield
+    finally:
+        io.close(handle)

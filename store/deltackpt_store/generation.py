@@ -1,0 +1,99 @@
+"""Generation records: what a garbage collection is about to delete.
+
+``gc/<20 digits>`` is ``DCKPTGN`` + version byte + msgpack map + BLAKE3-256 of all before, created
+if absent, durable. Only the newest counts: what it condemns is treated as absent by every writer
+that has read it. A later collection names again what still lies there and is not needed; a record
+that condemns nothing ends a collection that has pardoned something.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+import msgspec
+
+from deltackpt_store.errors import CorruptionError, UnsupportedFormatError
+from deltackpt_store.fileio import FileIO, publish_bytes, read_file
+from deltackpt_store.leases import with_reserve
+from deltackpt_store.manifest_io import digest_of
+from deltackpt_store.names import is_name, is_pack_name, number_name, parse_number
+from deltackpt_store.oserror import storage_error
+
+_MAGIC = b"DCKPTGN"
+_VERSION = 1
+_MAX_BYTES = 256 * 1024 * 1024
+
+
+class Generation(msgspec.Struct, frozen=True, kw_only=True):
+    """One record. `number` counts from 1; 0 stands for a store that was never collected.
+
+    `boundary` is, per run, the largest commit number whose record has been or may be removed: no
+    commit of that number or a smaller one counts as made any more.
+    """
+
+    number: int = 0
+    packs: frozenset[str] = frozenset()
+    manifests: frozenset[bytes] = frozenset()
+    boundary: dict[str, int] = {}
+
+
+def newest_number(io: FileIO, root: str) -> int:
+    """Number of the newest generation, 0 before the first. OSError when it cannot be told."""
+    return max((number for name in io.list(f"{root}/gc")
+                if (number := parse_number(name)) is not None), default=0)  # fmt: skip
+
+
+def read_generation(io: FileIO, root: str, number: int) -> Generation:
+    """The record of that number (CorruptionError, UnsupportedFormatError, StorageError)."""
+    if not number:
+        return Generation()
+    path = f"{root}/gc/{number_name(number)}"
+    try:
+        data = read_file(io, path, _MAX_BYTES)
+    except OSError as error:
+        raise storage_error(error, "read the generation", path) from error
+    body = data[:-32]
+    if digest_of(body) != data[-32:] or not body.startswith(_MAGIC):
+        raise _damaged(path, "its digest does not match its content")
+    if body[len(_MAGIC) : len(_MAGIC) + 1] != bytes([_VERSION]):
+        raise UnsupportedFormatError(
+            f"generation {path} has a format version that this package does not know",
+            hint="upgrade deltackpt", path=path,
+        )  # fmt: skip
+    try:
+        generation = msgspec.msgpack.decode(body[len(_MAGIC) + 1 :], type=Generation)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise _damaged(path, str(error)) from error
+    names = [*map(is_pack_name, generation.packs), *map(is_name, generation.boundary)]
+    if generation.number != number or not all(names):
+        raise _damaged(path, "it holds impossible names")
+    return generation
+
+
+def publish_generation(io: FileIO, root: str, generation: Generation) -> None:
+    """Create the record, durably. OSError; FileExistsError when another collection was faster.
+
+    On a full disk the reserve is given up for it.
+    """
+    body = _MAGIC + bytes([_VERSION]) + msgspec.msgpack.encode(generation)
+    path = f"{root}/gc/{number_name(generation.number)}"
+    with_reserve(io, root, lambda: publish_bytes(io, path, body + digest_of(body)))
+
+
+def remove_older(io: FileIO, root: str, newest: int) -> None:
+    """Remove the records before `newest`, which they mean nothing beside; best effort."""
+    with contextlib.suppress(OSError):
+        for name in io.list(f"{root}/gc"):
+            number = parse_number(name)
+            if number is not None and number < newest:
+                with contextlib.suppress(OSError):
+                    io.unlink(f"{root}/gc/{name}")
+
+
+def _damaged(path: str, what: str) -> CorruptionError:
+    return CorruptionError(
+        f"generation {path} is damaged: {what}",
+        kind="damaged-generation",
+        hint="run `deltackpt gc`, which starts a new one",
+        path=path,
+    )

@@ -1,0 +1,411 @@
+"""Who is at work in a store: what garbage collection waits for, and what it leaves alone.
+
+Files in ``gc/``, none of them needed to be durable (a power cut ends everybody they stand for)::
+
+    leases/<writer id>            held locked by a live writer
+    acks/<20 digits>-<writer id>  that writer has heeded the generation of that number
+    holds/<id>-<20 digits>-<run>  held locked while that commit is read or built upon
+
+A lock says who is alive: never a clock, an age or a process number. A lease or hold whose lock can
+be taken is dead; only the collector removes it. Where locks lie (some network file systems), the
+collector takes a live writer for dead and removes its lease, which the writer notices: see
+:meth:`Lease.intact`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import logging
+import os
+import secrets
+import socket
+import time
+import weakref
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
+
+import msgspec
+
+from deltackpt_store.errors import CorruptionError, NotFoundError
+from deltackpt_store.fileio import FileIO, publish_bytes, read_file
+from deltackpt_store.manifest import Commit
+from deltackpt_store.manifest_io import digest_of
+from deltackpt_store.names import RETIRED_SUFFIX, is_name, number_name, parse_number
+from deltackpt_store.oserror import storage_error
+
+_log = logging.getLogger("deltackpt.store.gc")
+
+LEASES = "gc/leases"
+ACKS = "gc/acks"
+HOLDS = "gc/holds"
+RESERVE = "gc/reserve"
+RESERVE_BYTES = 64 * 1024
+
+_T = TypeVar("_T")
+_ACK_MAGIC = b"DCKPTAK\x01"
+_PROBES = 1000
+_MAX_ACK_BYTES = 256 * 1024 * 1024
+_FULL = frozenset((errno.ENOSPC, errno.EDQUOT))
+NO_LOCKS = frozenset(
+    (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+)  # fmt: skip
+_NO_WRITING = frozenset((errno.EROFS, errno.EACCES, errno.EPERM, *_FULL, *NO_LOCKS))
+
+
+class Claims(msgspec.Struct, frozen=True):
+    """What a writer still builds upon although a generation condemns it."""
+
+    packs: frozenset[str] = frozenset()
+    manifests: frozenset[bytes] = frozenset()
+
+    def __bool__(self) -> bool:
+        return bool(self.packs or self.manifests)
+
+
+NOTHING = Claims()
+
+
+class Lease:
+    """A live writer's sign of life. Taken before the writer looks at anything it may build upon.
+
+    Used by one thread. A forked child lets go of its copy at once.
+    """
+
+    def __init__(self, io: FileIO, root: str, writer: str, handle: int) -> None:
+        self.writer = writer
+        self._io = io
+        self._root = root
+        self._path = f"{root}/{LEASES}/{writer}"
+        self._handle: int | None = handle
+        _held.add(self)
+
+    @classmethod
+    def take(cls, io: FileIO, root: str, writer: str) -> Lease | None:
+        """A lease for the writer (16 hex digits); None, logged, where there are no locks.
+
+        Raises StorageError when the file cannot be made.
+        """
+        path = f"{root}/{LEASES}/{writer}"
+        try:
+            _make(io, root, LEASES)
+            handle = with_reserve(io, root, lambda: _lock_own(io, path))
+        except OSError as error:
+            if error.errno in NO_LOCKS:
+                _log.warning(
+                    "no file locks at %s (%s): garbage collection must not run while this process"
+                    " writes",
+                    root, error.strerror,
+                )  # fmt: skip
+                return None
+            raise storage_error(error, "take the lease", path) from error
+        _describe(io, handle)
+        return cls(io, root, writer, handle)
+
+    def intact(self) -> bool:
+        """Whether no collector has taken this writer for dead.
+
+        As long as this is true, a collection whose generation this writer has not acknowledged
+        has not come to its second marking, and so will see what is committed by now.
+        """
+        if self._handle is None:
+            return False
+        try:
+            return self._io.exists(self._path)
+        except OSError:
+            return False
+
+    def acknowledge(self, generation: int, claims: Claims) -> None:
+        """Tell the collector that what `generation` condemns, save `claims`, is not built upon.
+
+        StorageError when that cannot be said; the collector then goes on waiting.
+        """
+        path = f"{self._root}/{ACKS}/{number_name(generation)}-{self.writer}"
+
+        def create() -> None:
+            if claims:
+                body = _ACK_MAGIC + msgspec.msgpack.encode(claims)
+                publish_bytes(self._io, path, body + digest_of(body))
+            else:  # an empty file needs no space and is never half there
+                self._io.close(self._io.create(path))
+
+        try:
+            _make(self._io, self._root, ACKS)
+            with contextlib.suppress(FileExistsError):
+                with_reserve(self._io, self._root, create)
+        except OSError as error:
+            raise storage_error(error, "acknowledge the collection", path) from error
+
+    def release(self) -> None:
+        """The writer commits nothing more. Idempotent; never raises."""
+        handle, self._handle = self._handle, None
+        if handle is None:
+            return
+        with contextlib.suppress(OSError):
+            if self._io.exists(self._path):
+                self._io.unlink(self._path)
+        with contextlib.suppress(OSError):
+            self._io.close(handle)
+
+    def close_in_child(self) -> None:
+        """Forget the lease in a forked child; the parent keeps it."""
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            with contextlib.suppress(OSError, KeyError):
+                self._io.close(handle)
+
+
+class Hold:
+    """Keeps one commit from being retired or collected while it is held, where locks work."""
+
+    def __init__(self, io: FileIO, path: str, handle: int) -> None:
+        self._io = io
+        self._path = path
+        self._handle: int | None = handle
+        _held.add(self)
+
+    def release(self) -> None:
+        """Let go. Idempotent; never raises."""
+        handle, self._handle = self._handle, None
+        if handle is None:
+            return
+        with contextlib.suppress(OSError):
+            self._io.unlink(self._path)
+        with contextlib.suppress(OSError):
+            self._io.close(handle)
+
+    def close_in_child(self) -> None:
+        """Forget the hold in a forked child; the parent keeps it."""
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            with contextlib.suppress(OSError, KeyError):
+                self._io.close(handle)
+
+
+class Held(NamedTuple):
+    """A commit that somebody holds."""
+
+    run: str
+    number: int
+
+
+def hold(io: FileIO, root: str, commit: Commit) -> Hold | None:
+    """Hold `commit`: from here on neither retention nor collection takes it.
+
+    None where that cannot be said (a read-only store, no locks, a full disk): readers go without,
+    and are safe as long as nobody retires what they read. NotFoundError when the commit was
+    retired before.
+    """
+    name = f"{secrets.token_hex(8)}-{number_name(commit.number)}-{commit.run}"
+    path = f"{root}/{HOLDS}/{name}"
+    try:
+        _make(io, root, HOLDS)
+        handle = _lock_own(io, path)
+    except OSError as error:
+        if error.errno in _NO_WRITING:
+            return None
+        raise storage_error(error, "hold the commit by", path) from error
+    held = Hold(io, path, handle)
+    # After the hold: whoever retires it from now on sees the hold, and so does who collects.
+    record = f"{root}/runs/{commit.run}/{number_name(commit.number)}"
+    try:
+        gone = io.exists(record + RETIRED_SUFFIX) or not io.exists(record)
+    except OSError as error:
+        held.release()
+        raise storage_error(error, "look for", record) from error
+    if gone:
+        held.release()
+        raise NotFoundError(
+            f"step {commit.step} of run {commit.run!r} was removed by retention",
+            kind="retired", hint="restore another step", run=commit.run, step=commit.step,
+        )  # fmt: skip
+    return held
+
+
+def live_leases(io: FileIO, root: str) -> tuple[list[str], list[str]]:
+    """Writer ids with a held lease, and those whose lease is dead; removes nothing. OSError."""
+    live: list[str] = []
+    dead: list[str] = []
+    for name in sorted(_names(io, f"{root}/{LEASES}")):
+        (live if is_locked(io, f"{root}/{LEASES}/{name}") else dead).append(name)
+    return live, dead
+
+
+def held_commits(io: FileIO, root: str, *, clean: bool = False) -> set[Held]:
+    """Commits that are held now; `clean` removes the holds of the dead. OSError."""
+    found: set[Held] = set()
+    for name in _names(io, f"{root}/{HOLDS}"):
+        parsed = _parse_hold(name)
+        path = f"{root}/{HOLDS}/{name}"
+        if is_locked(io, path):
+            if parsed is not None:
+                found.add(parsed)
+        elif clean:
+            _remove(io, path)
+    return found
+
+
+def is_locked(io: FileIO, path: str) -> bool:
+    """Whether somebody holds the lock of the file. OSError where that cannot be told."""
+    try:
+        handle = io.lock(path)
+    except BlockingIOError:
+        return True
+    except FileNotFoundError:
+        return False
+    io.close(handle)
+    return False
+
+
+def bury(io: FileIO, root: str, writer: str) -> bool:
+    """Remove the lease of a dead writer; False when it turns out to be alive. OSError."""
+    path = f"{root}/{LEASES}/{writer}"
+    try:
+        handle = io.lock(path)
+    except BlockingIOError:
+        return False
+    except FileNotFoundError:
+        return True
+    try:
+        io.unlink(path)
+    finally:
+        io.close(handle)
+    return True
+
+
+def read_ack(io: FileIO, root: str, generation: int, writer: str) -> Claims | None:
+    """What the writer claims of the generation; None when it has not acknowledged it yet.
+
+    CorruptionError for a damaged one, OSError.
+    """
+    path = f"{root}/{ACKS}/{number_name(generation)}-{writer}"
+    try:
+        data = read_file(io, path, _MAX_ACK_BYTES)
+    except FileNotFoundError:
+        return None
+    if not data:
+        return NOTHING
+    body = data[:-32]
+    try:
+        if digest_of(body) != data[-32:] or not body.startswith(_ACK_MAGIC):
+            raise ValueError("its digest does not match its content")
+        return msgspec.msgpack.decode(body[len(_ACK_MAGIC) :], type=Claims)
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise CorruptionError(
+            f"acknowledgement {path} is damaged: {error}", kind="damaged-ack", path=path
+        ) from error
+
+
+def remove_acks(io: FileIO, root: str) -> None:
+    """Remove all acknowledgements; best effort. Only when no collection waits for any."""
+    with contextlib.suppress(OSError):
+        for name in _names(io, f"{root}/{ACKS}"):
+            _remove(io, f"{root}/{ACKS}/{name}")
+
+
+def holder(io: FileIO, root: str, writer: str) -> str:
+    """Words for who holds a lease."""
+    try:
+        found: object = json.loads(read_file(io, f"{root}/{LEASES}/{writer}", 1000))
+    except (OSError, ValueError):
+        found = None
+    if isinstance(found, dict) and "pid" in found and "host" in found:
+        pid, host = str(found["pid"])[:20], str(found["host"])[:100]  # pyright: ignore[reportUnknownArgumentType] - any JSON
+        return f"process {pid} on {host!r}"
+    return f"writer {writer[:16]}"
+
+
+# space ------------------------------------------------------------------------------------------
+
+
+def make_reserve(io: FileIO, root: str) -> None:
+    """Set 64 KiB aside for records of a full disk, if there is ample space; best effort."""
+    path = f"{root}/{RESERVE}"
+    with contextlib.suppress(OSError):
+        if io.exists(path) or io.free_bytes(root) < 64 * RESERVE_BYTES:
+            return
+        # Random: a file system that compresses or leaves holes must set the space aside as well.
+        publish_bytes(io, path, secrets.token_bytes(RESERVE_BYTES))
+
+
+def free_reserve(io: FileIO, root: str) -> bool:
+    """Give the reserve up; False when there is none."""
+    try:
+        io.unlink(f"{root}/{RESERVE}")
+    except OSError:
+        return False
+    return True
+
+
+def with_reserve(io: FileIO, root: str, action: Callable[[], _T]) -> _T:
+    """Do `action`, once more without the reserve when the disk is full. OSError."""
+    try:
+        return action()
+    except OSError as error:
+        if error.errno not in _FULL or not free_reserve(io, root):
+            raise
+        return action()
+
+
+# shared -----------------------------------------------------------------------------------------
+
+
+def _lock_own(io: FileIO, path: str) -> int:
+    """Make and lock a file that is nobody else's. Who only asks whether it is locked, holds it for
+    a moment."""
+    for _ in range(_PROBES):
+        try:
+            return io.lock(path, create=True)
+        except BlockingIOError:
+            time.sleep(0.001)
+    return io.lock(path, create=True)
+
+
+def _make(io: FileIO, root: str, directory: str) -> None:
+    path = f"{root}/{directory}"
+    if io.exists(path):
+        return
+    for missing in (os.path.dirname(path), path):
+        if not io.exists(missing):
+            with contextlib.suppress(FileExistsError):
+                io.mkdir(missing)
+
+
+def _names(io: FileIO, path: str) -> list[str]:
+    """Names in a directory, none when it is missing. OSError: an error never means "nobody"."""
+    try:
+        return io.list(path)
+    except FileNotFoundError:
+        return []
+
+
+def _remove(io: FileIO, path: str) -> None:
+    with contextlib.suppress(OSError):
+        io.unlink(path)
+
+
+def _parse_hold(name: str) -> Held | None:
+    _, _, rest = name.partition("-")
+    digits, _, run = rest.partition("-")
+    number = parse_number(digits)
+    return Held(run, number) if number is not None and is_name(run) else None
+
+
+def _describe(io: FileIO, handle: int) -> None:
+    """Who it is, for messages; not worth failing for."""
+    text = json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode()
+    with contextlib.suppress(OSError):
+        io.write(handle, [text], 0)
+
+
+_held: weakref.WeakSet[Lease | Hold] = weakref.WeakSet()
+
+
+def _forked() -> None:
+    """In a forked child: its copies of descriptors must not keep a dead parent's locks alive."""
+    for one in list(_held):
+        one.close_in_child()
+
+
+os.register_at_fork(after_in_child=_forked)

@@ -1,0 +1,63 @@
+"""Proving, before a copy of a chunk is deleted, that the copy which stays can be read."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import numpy as np
+
+from deltackpt_store.errors import CorruptionError
+from deltackpt_store.manifest import ID_BYTES
+from deltackpt_store.mark import Marking
+from deltackpt_store.pack_set import PackSet
+from deltackpt_store.reader import ChunkReader, Request
+from deltackpt_store.store import Store
+
+_BATCH_BYTES = 32 * 1024 * 1024
+
+
+class _Staying(PackSet):
+    """The packs of a store without those that are about to go."""
+
+    def __init__(self, store: Store, doomed: Collection[str]) -> None:
+        super().__init__(store.io, store.path, store.uuid)
+        self._doomed = frozenset(doomed)
+
+    def names(self) -> list[str]:
+        return [name for name in super().names() if name not in self._doomed]
+
+
+def unreadable_after(store: Store, marking: Marking, doomed: Collection[str]) -> set[bytes]:
+    """Chunks that are needed, lie in a pack of `doomed`, and cannot be read from the others.
+
+    Reads every such chunk once, in bounded memory. StorageError when reading fails as such.
+    """
+    catalogue = marking.catalogue
+    groups = marking.kept_elsewhere(doomed)
+    if not len(groups):
+        return set()
+    packs = _Staying(store, doomed)
+    packs.load_all()
+    reader = ChunkReader(packs)
+    ids = catalogue.ids[catalogue.order[catalogue.start[groups]]].reshape(-1, ID_BYTES)
+    found = packs.index.find(ids)
+    lengths = found.entries["raw"].astype(np.int64)
+    lost: set[bytes] = {ids[i].tobytes() for i in np.flatnonzero(found.packs < 0).tolist()}
+    batch: list[Request] = []
+    size = 0
+    for i in np.flatnonzero(found.packs >= 0).tolist():
+        length = int(lengths[i])
+        batch.append((ids[i].tobytes(), memoryview(bytearray(length))))
+        size += length
+        if size >= _BATCH_BYTES:
+            lost |= _unreadable(reader, batch)
+            batch, size = [], 0
+    return lost | _unreadable(reader, batch)
+
+
+def _unreadable(reader: ChunkReader, batch: list[Request]) -> set[bytes]:
+    try:
+        reader.read(batch)
+    except CorruptionError as error:
+        return set(error.context.get("ids", ())) or {chunk_id for chunk_id, _ in batch}
+    return set()
