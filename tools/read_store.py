@@ -1,8 +1,7 @@
-"""Reads one step of a store, written from docs/format.md (whose sections are given in parentheses)
-alone: shares no code with the product. Needs blake3, lz4 and zstandard.
+"""Reads one step of a store; written from docs/format.md (its sections in parentheses) alone.
 
-    python tools/read_store.py STORE RUN[@STEP]                   list the leaves
-    python tools/read_store.py STORE RUN[@STEP] PATH > FILE       bytes of a tensor, in C order
+python tools/read_store.py STORE RUN[@STEP]                   list the leaves
+python tools/read_store.py STORE RUN[@STEP] PATH > FILE       bytes of a tensor, in C order
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ import lz4.block
 import zstandard
 from blake3 import blake3
 
-# Of each tag from 0xC0 on, the type and how many bytes of a number or a length follow.
-MSGPACK = "N0--F0T0b1b2b4------f4f8u1u2u4u8i1i2i4i8----------s1s2s4l2l4m2m4"
+MSGPACK = "N0--F0T0b1b2b4------f4f8u1u2u4u8i1i2i4i8----------s1s2s4l2l4m2m4"  # tags from 0xC0 on
+CONSTANTS = {"N": None, "F": False, "T": True}
 DEFAULTS: list[Any] = [False, False, False, False, "cpu", None, None]  # elements 6 to 12
 
 
@@ -32,8 +31,7 @@ def check(holds: object, what: str) -> None:
 
 
 def take(file: BytesIO, count: int) -> bytes:
-    data = file.read(count)
-    check(len(data) == count, "something is cut off")
+    check(len(data := file.read(count)) == count, "something is cut off")
     return data
 
 
@@ -42,8 +40,6 @@ def unpack(file: BytesIO, depth: int = 0) -> Any:  # one MessagePack value
     if tag < 0x80 or tag >= 0xE0:
         return tag if tag < 0x80 else tag - 256
     kind = "mlss"[tag - 0x80 >> 4] if tag < 0xC0 else MSGPACK[2 * (tag - 0xC0)]
-    if kind in "NFT":
-        return None if kind == "N" else kind == "T"
     check(kind != "-" and depth < 256, "an unknown type, or nested too deeply")
     size = 0 if tag < 0xC0 else int(MSGPACK[2 * (tag - 0xC0) + 1])
     if kind == "f":
@@ -54,12 +50,13 @@ def unpack(file: BytesIO, depth: int = 0) -> Any:  # one MessagePack value
         return take(file, count) if kind == "b" else take(file, count).decode()
     if kind == "m":
         return {unpack(file, depth + 1): unpack(file, depth + 1) for _ in range(count)}
-    return [unpack(file, depth + 1) for _ in range(count)] if kind == "l" else number
+    if kind == "l":
+        return [unpack(file, depth + 1) for _ in range(count)]
+    return CONSTANTS.get(kind, number)
 
 
-def integers(data: bytes | bytearray, width: int) -> list[int]:
-    ends = range(width, len(data) + 1, width)
-    return [int.from_bytes(data[end - width : end], "little") for end in ends]
+def integers(data: bytes | bytearray, w: int) -> list[int]:
+    return [int.from_bytes(data[i - w : i], "little") for i in range(w, len(data) + 1, w)]
 
 
 def leb128(table: BytesIO) -> int:
@@ -67,17 +64,26 @@ def leb128(table: BytesIO) -> int:
     return byte if byte < 0x80 else byte & 0x7F | leb128(table) << 7
 
 
-def planes(table: BytesIO, data: BytesIO, count: int, width: int) -> list[int]:  # (4.6)
-    out = bytearray(count * width)
-    for plane in range(width):
-        method = take(table, 1)[0]
-        stored = take(data, (count, 1)[method] if method < 2 else leb128(table))
-        if method == 2:
-            stored = lz4.block.decompress(stored, uncompressed_size=count)
-        if method == 3:
-            stored = zstandard.ZstdDecompressor().decompress(stored, max_output_size=count)
-        out[plane::width] = stored * count if method == 1 else stored
-    return integers(out, width)
+def stream(table: BytesIO, data: BytesIO, count: int) -> bytes:  # (4.6)
+    method = take(table, 1)[0]
+    if method in (4, 5):
+        bits = 4 if method == 4 else 2
+        listed = take(data, (1 << bits) - 1)
+        packed = stream(table, data, -(-count * bits // 8))
+        codes = [packed[i * bits // 8] >> i * bits % 8 & len(listed) for i in range(count)]
+        others = iter(stream(table, data, codes.count(len(listed))))
+        return bytes(listed[code] if code < len(listed) else next(others) for code in codes)
+    stored = take(data, (count, 1)[method] if method < 2 else leb128(table))
+    if method == 2:
+        return lz4.block.decompress(stored, uncompressed_size=count)
+    if method == 3:
+        return zstandard.ZstdDecompressor().decompress(stored, max_output_size=count)
+    return stored * count if method == 1 else stored
+
+
+def planes(table: BytesIO, data: BytesIO, count: int, width: int) -> list[int]:
+    streams = [stream(table, data, count) for _ in range(width)]
+    return integers(bytes(b for element in zip(*streams, strict=True) for b in element), width)
 
 
 def decode(codec: int, params: bytes, payload: bytes, raw: int, reference: bytes) -> bytes:  # (4.6)
@@ -87,8 +93,7 @@ def decode(codec: int, params: bytes, payload: bytes, raw: int, reference: bytes
     table, data = BytesIO(params), BytesIO(payload)
     width = take(table, 1)[0]
     count, place = raw // width, -1
-    values = integers(reference[: count * width], width)
-    values += [0] * (count - len(values))
+    values = (integers(reference, width) + [0] * count)[:count]
     changed, gap_width = (leb128(table), take(table, 1)[0]) if codec == 3 else (count, 0)
     gaps = planes(table, data, changed, gap_width) if codec == 3 else [0] * count
     for gap, code in zip(gaps, planes(table, data, changed, width), strict=True):
@@ -155,33 +160,30 @@ class Step:
                 number, (nbytes, chunk, *_) = seen.setdefault(extent, len(seen)), extents[extent]
                 a, b, c, d = ("-" if numbers is None else ",".join(map(str, numbers))
                               for numbers in (shape, stride, whole, shard))  # fmt: skip
-                bits = sum(flag << i for i, flag in enumerate(flags))
-                line = f"tensor 1\n{dtype} shape={a} stride={b} offset={offset} flags={bits} "
+                line = f"tensor 1\n{dtype} shape={a} stride={b} offset={offset} "
+                line += f"flags={sum(flag << i for i, flag in enumerate(flags))} "
                 line += f"global={c} shard={d} bytes={nbytes} chunk={chunk}\n"
                 leaf = line.encode() + (self.inline if nbytes <= 512 else self.chunks)[extent]
             name, digest = path.encode(), blake3(b"deltackpt " + leaf).digest()
-            hasher.update(struct.pack("<I", len(name)) + name + struct.pack("<?I", view, number))
-            hasher.update(digest)
+            hasher.update(struct.pack(f"<I{len(name)}s?I", len(name), name, view, number) + digest)
         return hasher.digest()
 
     def chunk(self, chunk_id: bytes, depth: int = 0) -> bytes:  # (4.2)
         check(chunk_id in self.records and depth <= 8, f"chunk {chunk_id.hex()} is missing")
         pack, at = self.records[chunk_id]
         crc, codec, _, refs, params, skip, raw, stored = struct.unpack_from("<4xI4B3I", pack, at)
-        end = at + 64 + 32 * refs
+        end, start = at + 64 + 32 * refs, at + skip
         check(zlib.crc32(pack[at + 8 : end + params]) == crc, "a record is damaged")
         reference = self.chunk(pack[at + 64 : at + 96], depth + 1) if refs else b""
-        payload = pack[at + skip : at + skip + stored]
-        data = decode(codec, pack[end : end + params], payload, raw, reference)
+        data = decode(codec, pack[end : end + params], pack[start : start + stored], raw, reference)
         check(blake3(data).digest() == chunk_id, f"chunk {chunk_id.hex()} is damaged")
         return data
 
     def tensor(self, path: str) -> bytes:  # (5.1) elements as stored: conj and neg not applied
         _, extent, dtype, shape, stride, offset = self.views[self.layout["paths"].index(path)][:6]
-        ids, data = self.chunks.get(extent, b""), self.inline.get(extent, b"")
+        ids, data, places = self.chunks.get(extent, b""), self.inline.get(extent, b""), [offset]
         data += b"".join(self.chunk(ids[i : i + 32]) for i in range(0, len(ids), 32))
         size = 1 if dtype == "bool" else -(-int(re.findall("[0-9]+", dtype)[0]) // 8)
-        places = [offset]
         for count, step in zip(shape, stride, strict=True):
             places = [place + i * step * size for place in places for i in range(count)]
         return b"".join(data[place : place + size] for place in places)

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 import torch
 from captured import bits
-from coded import Blob, write_pack
+from coded import Blob, encode, write_pack
 from deltackpt_store import codecs
+from deltackpt_store.coding import streams
 from deltackpt_store.merkle import root
 from deltackpt_store.store import Store
 from restoring import Keeper
@@ -153,6 +154,13 @@ def test_objects_and_structure(tmp_path: Path) -> None:
     assert listed[0] == "d"
 
 
+def skewed(rng: np.random.Generator, size: int, values: int) -> bytes:
+    """Random bytes of which nearly all are one of a few values."""
+    data = rng.integers(100, 100 + values, size, np.uint8)
+    data[::37] = rng.integers(0, 256, len(data[::37]), np.uint8)
+    return data.tobytes()
+
+
 def coded_blobs() -> list[Blob]:
     """Every codec, element width and stream method, odd lengths, references of other lengths."""
     rng = np.random.default_rng(1)
@@ -170,6 +178,8 @@ def coded_blobs() -> list[Blob]:
                 blobs += [
                     Blob(codecs.PLANES, bytes(near), width, entropy),
                     Blob(codecs.PLANES, rng.bytes(1) * size, width, entropy),
+                    Blob(codecs.PLANES, skewed(rng, size, 3), 1, entropy),
+                    Blob(codecs.PLANES, skewed(rng, size, 15), 1, entropy),
                     Blob(codecs.SPARSE, bytes(few), width, entropy, first),
                     Blob(codecs.DELTA, bytes(few[::-1]), width, entropy, bytes(few)),
                 ]
@@ -187,6 +197,8 @@ def test_every_codec(tmp_path: Path) -> None:
     small = SmallStore(tmp_path / "store")
     blobs = coded_blobs()
     assert {blob.codec for blob in blobs} == {codec.id for codec in codecs.registered()}
+    methods = {encode(b).params[1] for b in blobs if b.codec == codecs.PLANES}
+    assert methods == {streams.RAW, streams.CONSTANT, streams.LZ4, streams.ZSTD, *streams.PER_BYTE}
     write_pack(small.store, blobs, "ab" * 8)
     small.writer.close()
     commit_with_index(small, {f"t{i}": blob.raw for i, blob in enumerate(blobs)})
