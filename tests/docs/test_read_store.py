@@ -178,6 +178,7 @@ def coded_blobs() -> list[Blob]:
                 blobs += [
                     Blob(codecs.PLANES, bytes(near), width, entropy),
                     Blob(codecs.PLANES, rng.bytes(1) * size, width, entropy),
+                    Blob(codecs.PLANES, (rng.bytes(90) * 99)[:size], 1, entropy),
                     Blob(codecs.PLANES, skewed(rng, size, 3), 1, entropy),
                     Blob(codecs.PLANES, skewed(rng, size, 15), 1, entropy),
                     Blob(codecs.SPARSE, bytes(few), width, entropy, first),
