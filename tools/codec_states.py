@@ -275,7 +275,7 @@ RUNS: dict[str, Run] = {
         "top 2 of 6 layers trained, full model saved", 20,
         lambda: _minilm(lr=2e-5, prepare=_only_top),
     ),
-    "embedding": Run("row-sparse embedding, SparseAdam, 128 of 250,000 rows a step", 20, _embedding),
+    "embedding": Run("row-sparse embedding, SparseAdam, 128 of 250,000 rows", 20, _embedding),
     "gpt-early": Run("GPT from scratch, lr 3e-4, steps 120 to 220", 120, _gpt),
     "gpt-late": Run("the same GPT at lr 3e-5, steps 400 to 500", 400, _gpt),
 }  # fmt: skip

@@ -1,9 +1,10 @@
 """Which encoding a chunk gets: learned per tensor from the tensor's own chunks.
 
 Every now and then a chunk of a tensor is encoded with all candidates (a *probe*); the others use
-what did best. Probes come more rarely the longer nothing changes, and at once when a tensor starts
-anew. The candidate without a reference always competes in a probe, and wins ties: it cuts the
-dependency.
+what did best. Probes come more rarely the longer nothing changes. A tensor of which nothing is
+known yet takes over what was found for others of its kind (same dtype, same last part of the name:
+all ``exp_avg`` behave alike), so that a state of many small tensors is not all probes. The
+candidate without a reference always competes, and wins ties: it cuts the dependency.
 
 A chunk stored without a reference becomes the base that later saves of its position are coded
 against (a star: what is coded against a base is never a base itself). The further training moves
@@ -30,6 +31,8 @@ _TIE = 1.02  # a reference must save this factor against none
 _SMALL = 4096  # chunks up to this size are not tried without a reference
 _MEMORY = 0.75  # weight of what was known when a probe or a chunk tells something new
 _MAX_STREAMS = 1 << 16
+_MAX_KINDS = 1024
+_KIND_PROBES = 4  # of a kind of tensor, before others of the kind rely on them
 
 MAX_HURRY = 2
 
@@ -130,6 +133,21 @@ class _Stream:
         self.taken = self.stored = self.referenced = 0
 
 
+class _Kind:
+    """What is known of all tensors of a kind."""
+
+    __slots__ = ("noise", "probes", "share")
+
+    def __init__(self) -> None:
+        self.share: dict[int, float] = {}
+        self.noise: dict[int, int] = {}
+        self.probes = 0  # with a reference
+
+
+def _kind(stream: str, dtype: str) -> str:
+    return f"{dtype} {stream.rpartition('/')[2].rpartition('.')[2]}"
+
+
 class CodingPolicy:
     """Plans encodings and learns from their outcomes. Used by one thread; bounded memory."""
 
@@ -137,6 +155,7 @@ class CodingPolicy:
         codecs.check_mode(mode)
         self._mode = mode
         self._streams: dict[str, _Stream] = {}
+        self._kinds: dict[str, _Kind] = {}
         self._save = 0
         self.hurry = 0
         """0: at leisure; 1: no zstd and no probes; 2: nothing is encoded."""
@@ -160,6 +179,7 @@ class CodingPolicy:
         candidates = (PLANES, DELTA, SPARSE) if reference else (PLANES,)
         if width == 8:
             candidates = candidates[:2]  # doubles never repeat sparsely enough to pay for a try
+        self._adopt(known, stream, dtype, candidates)
         unknown = any(candidate not in known.share for candidate in candidates)
         known.since += 1
         if not self.hurry and (unknown or self._mode == "small" or known.since >= known.every):
@@ -169,6 +189,16 @@ class CodingPolicy:
         if best == RAW:
             return RAW_PLAN
         return Plan((best,), width, entropy, (known.noise.get(best, 0),))
+
+    def _adopt(self, known: _Stream, stream: str, dtype: str, candidates: tuple[int, ...]) -> None:
+        kind = self._kinds.get(_kind(stream, dtype))
+        if kind is None or kind.probes < _KIND_PROBES or not stream:
+            return
+        for candidate in candidates:
+            if candidate not in known.share and candidate in kind.share:
+                known.share[candidate] = kind.share[candidate]
+                known.noise[candidate] = kind.noise.get(candidate, 0)
+                known.every = _FIRST_PROBES * 2
 
     def wants_reference(self, stream: str) -> bool:
         """Whether the next chunk of the tensor may be coded against a reference."""
@@ -189,10 +219,14 @@ class CodingPolicy:
             best = PLANES
         return best if shares.get(best, 0.5) <= WORTH else RAW
 
-    def learn(self, stream: str, plan: Plan, outcome: Outcome, size: int, written: int) -> None:
+    def learn(
+        self, stream: str, dtype: str, plan: Plan, outcome: Outcome, size: int, written: int
+    ) -> None:
         """Take the outcome of a plan into account; `written` are the bytes that were stored."""
         if not stream:
             return
+        if plan.probe and size > _SMALL:
+            self._learn_kind(_kind(stream, dtype), outcome, size)
         known = self._stream(stream)
         known.taken += size
         known.stored += written
@@ -209,6 +243,16 @@ class CodingPolicy:
         if plan.probe:
             same = before == self._best(known, tuple(known.share))
             known.every = min(known.every * 2, _MOST_PROBES) if same else _FIRST_PROBES
+
+    def _learn_kind(self, name: str, outcome: Outcome, size: int) -> None:
+        if len(self._kinds) >= _MAX_KINDS:
+            self._kinds.clear()
+        kind = self._kinds.setdefault(name, _Kind())
+        kind.probes += len(outcome.tried) > 1
+        for codec, stored, noise in outcome.tried:
+            share = stored / size
+            kind.share[codec] = 0.5 * (kind.share.get(codec, share) + share)
+            kind.noise[codec] = noise & kind.noise.get(codec, noise)
 
     def _stream(self, name: str) -> _Stream:
         if not name:

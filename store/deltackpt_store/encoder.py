@@ -69,7 +69,7 @@ class Encoder:
         results = self.map(_encode, work, sum(len(job.raw) for job in jobs))
         for job, item, (outcome, chunk) in zip(jobs, work, results, strict=True):
             size = len(job.raw)
-            self.policy.learn(job.stream, item.plan, outcome, size, outcome.best.stored)
+            self.policy.learn(job.stream, job.dtype, item.plan, outcome, size, outcome.best.stored)
             if chunk is not None:
                 self.references.keep(item.id, chunk, copy=False)
             if self.policy.hurry:
