@@ -19,6 +19,8 @@ from deltackpt_tools.exits import Exit, exit_code
 COMMANDS: dict[str, tuple[str, str]] = {
     "log": ("deltackpt_tools.command_log", "List the saved steps of each run."),
     "show": ("deltackpt_tools.command_show", "Show what one step consists of."),
+    "diff": ("deltackpt_tools.command_diff", "Show what differs between two steps."),
+    "blame": ("deltackpt_tools.command_blame", "Show when each part of a tensor last changed."),
     "verify": ("deltackpt_tools.command_verify", "Check stored bytes; list all damage."),
     "du": ("deltackpt_tools.command_du", "Show where the bytes are, by run and step."),
     "export": ("deltackpt_tools.command_export", "Write one step as safetensors or torch file."),

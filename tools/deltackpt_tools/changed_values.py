@@ -1,0 +1,102 @@
+"""Reads the chunks that differ between two steps, and no others, and compares their elements.
+
+Memory is bounded: a batch of chunks of each step at a time, whatever the size of the tensors.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from collections.abc import Callable, Iterator
+from math import prod
+
+from deltackpt_store.manifest import Snapshot
+from deltackpt_store.reader import ChunkReader
+
+from deltackpt_tools.changes import TensorChange, ValueStats
+from deltackpt_tools.chunk_rows import BATCH, ChunkRows
+from deltackpt_tools.compare import Comparison, Pair, tensor_nbytes
+from deltackpt_tools.numeric import Sums
+from deltackpt_tools.tensor_bytes import TensorBytes
+
+
+class ValueReader:
+    """Compares tensors of two snapshots element by element. Not thread-safe.
+
+    All bytes are checked against their chunk ids; CorruptionError when one is damaged.
+    """
+
+    def __init__(
+        self, old: Snapshot, old_reader: ChunkReader, new: Snapshot, new_reader: ChunkReader
+    ) -> None:
+        folder = tempfile.gettempdir()
+        self._old, self._new = ChunkRows(old, old_reader), ChunkRows(new, new_reader)
+        self._whole_old = TensorBytes(old, old_reader, folder)
+        self._whole_new = TensorBytes(new, new_reader, folder)
+
+    def stats(self, pair: Pair, progress: Callable[[int], None] | None = None) -> ValueStats:
+        """Figures of one tensor; `progress` is told the bytes read of the new step."""
+        sums = Sums(pair.new.dtype, prod(pair.new.shape))
+        for old, new in self._pieces(pair):
+            sums.add(old, new)
+            if progress is not None:
+                progress(len(new))
+        return sums.stats()
+
+    def _pieces(self, pair: Pair) -> Iterator[tuple[memoryview, memoryview]]:
+        by_chunk = self._old.whole_elements(pair.old) and self._new.whole_elements(pair.new)
+        if pair.chunks is not None and by_chunk:
+            old = self._old.batches(pair.old, pair.chunks)
+            new = self._new.batches(pair.new, pair.chunks)
+        else:
+            size = BATCH // 64 * 64  # a multiple of every element's width
+            old = _cut(self._whole_old.tensor(pair.old), size)
+            new = _cut(self._whole_new.tensor(pair.new), size)
+        return zip(old, new, strict=True)
+
+
+def _cut(source: Iterator[memoryview], size: int) -> Iterator[memoryview]:
+    """The bytes of `source` cut anew, into private pieces of `size` bytes (the last is shorter)."""
+    held = bytearray()
+    for data in source:
+        held += data
+        while len(held) >= size:
+            yield memoryview(bytes(held[:size]))
+            del held[:size]
+    if held:
+        yield memoryview(bytes(held))
+
+
+def bytes_to_read(comparison: Comparison) -> int:
+    """About how many bytes of the new step `add_values` will read."""
+    by_path = {change.path: change for change in comparison.tensors}
+    return sum(
+        tensor_nbytes(pair.new) if pair.chunks is None else by_path[path].changed_bytes
+        for path, pair in comparison.pairs.items()
+    )
+
+
+def add_values(
+    comparison: Comparison, reader: ValueReader, progress: Callable[[int], None] | None = None
+) -> Comparison:
+    """`comparison` with figures of the elements of every changed tensor.
+
+    Tensors that only seemed to differ (their chunks could not be compared, or bytes between their
+    elements differ) are dropped.
+    """
+    kept: list[TensorChange] = []
+    same_bytes = 0
+    for change in comparison.tensors:
+        pair = comparison.pairs.get(change.path)
+        if pair is None:
+            kept.append(change)
+            continue
+        stats = reader.stats(pair, progress)
+        if stats.changed_elements == 0 and not change.attributes:
+            same_bytes += change.changed_bytes
+            continue
+        if change.change == "unproven":
+            change = dataclasses.replace(change, change="changed")
+        kept.append(dataclasses.replace(change, values=stats))
+    changed_bytes = max(0, comparison.changed_bytes - same_bytes)
+    return dataclasses.replace(comparison, tensors=kept, changed_bytes=changed_bytes)

@@ -1,0 +1,76 @@
+"""``deltackpt_tools.diff``: what differs between two steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from deltackpt_store.manifest import Commit
+from deltackpt_store.store import Store
+
+from deltackpt_tools.changes import Diff, Side, by_importance
+from deltackpt_tools.compare import compare
+from deltackpt_tools.describe import matches
+from deltackpt_tools.module_paths import natural
+from deltackpt_tools.named import StepLike, StoreLike, as_commit, as_store, parent_of
+
+
+def diff(
+    store: StoreLike,
+    old: StepLike = "latest",
+    new: StepLike | None = None,
+    *,
+    other: StoreLike | None = None,
+    only: Sequence[str] = (),
+    values: bool = False,
+    progress: Callable[[int, int | None], None] | None = None,
+) -> Diff:
+    """Compare two steps, from manifests alone unless `values`.
+
+    `new` is looked up in `other` when that is given, else in `store`; with `new` None the step
+    `old` is compared with the one it continues. `only` are globs of paths (``*`` crosses ``/``).
+    With `values` the chunks that differ are read (a bounded number at a time) and every changed
+    tensor gets `ValueStats`; `progress(done, total)` then counts bytes.
+
+    Raises NotFoundError, CorruptionError (of a manifest; with `values` of a chunk) and
+    InvalidInputError for an ambiguous name.
+    """
+    before = as_store(store)
+    after = before if other is None else as_store(other)
+    if new is None and other is None:
+        second = as_commit(before, old)
+        first = parent_of(before, second)
+    else:
+        first = as_commit(before, old)
+        second = as_commit(after, "latest" if new is None else new)
+    a, b = before.snapshot(first), after.snapshot(second)
+    found = compare(a, b, (lambda path: matches(path, only)) if only else None)
+    if values and found.pairs:
+        from deltackpt_tools.changed_values import ValueReader, add_values, bytes_to_read
+
+        total, done = bytes_to_read(found), 0
+
+        def advance(count: int) -> None:
+            nonlocal done
+            done += count
+            if progress is not None:
+                progress(done, total)
+
+        reader = ValueReader(a, before.reader(a.packs), b, after.reader(b.packs))
+        found = add_values(found, reader, advance)
+    return Diff(
+        old=_side(before, first),
+        new=_side(after, second),
+        tensors=tuple(sorted(found.tensors, key=by_importance)),
+        values=tuple(sorted(found.values, key=lambda change: natural(change.path))),
+        structure_changed=not only and a.layout.structure != b.layout.structure,
+        compared=tuple(found.compared),
+        bytes=found.bytes,
+        changed_bytes=found.changed_bytes,
+        chunks=found.chunks,
+        changed_chunks=found.changed_chunks,
+        with_values=values,
+    )
+
+
+def _side(store: Store, commit: Commit) -> Side:
+    return Side(store.path, commit.run, commit.step, commit.number, commit.root.hex())
