@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import click
-from deltackpt_store.history import Commits
-from deltackpt_store.manifest import Commit
-from deltackpt_store.store import Store
 
 from deltackpt_tools.exits import Exit
+from deltackpt_tools.logbook import Log, LoggedStep, RunLog, log, note
 from deltackpt_tools.output import (
     counted,
     document,
@@ -21,120 +17,96 @@ from deltackpt_tools.output import (
     table,
     write_json,
 )
-from deltackpt_tools.stores import open_store, short, stat
-
-
-class _Run:
-    """One run as the command reports it. Reads every commit record, no manifest."""
-
-    def __init__(self, store: Store, name: str, pins: dict[tuple[str, int], list[str]]) -> None:
-        self.name = name
-        self.commits: Commits = store.commits(name)
-        line = store.lineage(name) if self.commits else Commits()
-        self.lineage = {commit.number for commit in line}
-        self._number_of = {commit.number: commit for commit in self.commits}
-        self._store = store
-        self._pins = pins
-
-    def _parent(self, commit: Commit) -> dict[str, Any] | None:
-        if commit.parent is None:
-            return None
-        run, number, digest = commit.parent
-        step: int | None = None
-        if run == self.name and number in self._number_of:
-            step = self._number_of[number].step
-        elif run != self.name:
-            step = _step_of(self._store, run, number)
-        return {"run": run, "number": number, "step": step, "digest": digest.hex()}
-
-    def record(self, commit: Commit) -> dict[str, Any]:
-        return {
-            "run": commit.run,
-            "step": commit.step,
-            "number": commit.number,
-            "created": commit.created,
-            "digest": commit.digest.hex(),
-            "root": commit.root.hex(),
-            "manifest": commit.manifest.hex(),
-            "base": None if commit.base is None else commit.base.hex(),
-            "parent": self._parent(commit),
-            "in_lineage": commit.number in self.lineage,
-            "pins": self._pins.get((commit.run, commit.number), []),
-            "state_bytes": stat(commit, "state_bytes"),
-            "written_bytes": stat(commit, "written_bytes"),
-            "metrics": dict(commit.metrics),
-            "stats": dict(commit.stats),
-            "versions": dict(commit.versions),
-        }
-
-
-def _step_of(store: Store, run: str, number: int) -> int | None:
-    from deltackpt_store.errors import DeltackptError
-
-    try:
-        return store.read_commit(run, number).step
-    except DeltackptError:  # removed by retention, or damaged: then its own run reports it
-        return None
-
-
-def _note(record: dict[str, Any], previous: int | None) -> str:
-    """What a reader should know about a commit beyond its figures."""
-    words: list[str] = []
-    parent = record["parent"]
-    if parent is not None and parent["run"] != record["run"]:
-        step = parent["step"]
-        words.append(f"fork of {parent['run']}" + (f"@{step}" if step is not None else ""))
-    elif parent is not None and parent["number"] != previous and parent["step"] is not None:
-        words.append(f"continues {parent['step']}")
-    if not record["in_lineage"]:
-        words.append("abandoned")
-    words += [f"pin {name}" for name in record["pins"]]
-    return ", ".join(words)
+from deltackpt_tools.stores import SHORT_DIGEST
 
 
 def _bytes(value: int | None) -> str:
     return "-" if value is None else size(value)
 
 
-def _lines(run: _Run, records: list[dict[str, Any]], total: int) -> list[str]:
-    newest = max((c.step for c in run.commits if c.number in run.lineage), default=None)
-    head = f"run {run.name}: {counted(total, 'step')}"
-    if newest is not None:
-        head += f", newest {newest}"
-    lines = [head]
+def _metrics(entry: LoggedStep) -> str:
+    return " ".join(f"{safe(k)}={v:.6g}" for k, v in entry.metrics.items()) or "-"
+
+
+def _table(run: RunLog) -> list[str]:
     rows = [["step", "number", "saved", "state", "new", "root", "metrics", "note"]]
-    order = [commit.number for commit in run.commits]
-    before = dict(zip(order[1:], order, strict=False))
-    for record in records:
-        metrics = " ".join(f"{safe(k)}={v:.6g}" for k, v in record["metrics"].items())
+    for entry in run.commits:
         rows.append(
             [
-                str(record["step"]),
-                str(record["number"]),
-                moment(record["created"]),
-                _bytes(record["state_bytes"]),
-                _bytes(record["written_bytes"]),
-                short(bytes.fromhex(record["root"])),
-                metrics or "-",
-                _note(record, before.get(record["number"])),
+                str(entry.step),
+                str(entry.number),
+                moment(entry.created),
+                _bytes(entry.state_bytes),
+                _bytes(entry.written_bytes),
+                entry.root[:SHORT_DIGEST],
+                _metrics(entry),
+                note(entry, run.before.get(entry.number)),
             ]
         )
-    if records:
-        lines += [f"  {line}" for line in table(rows, right=frozenset({0, 1, 3, 4}))]
-    if len(records) < total:
-        lines.append(f"  ... {total - len(records)} older")
-    lines += [f"  damaged: {safe(bad.path)}: {bad.error.message}" for bad in run.commits.damaged]
-    return lines
+    return table(rows, right=frozenset({0, 1, 3, 4}))
+
+
+def _run_lines(run: RunLog, stat: bool) -> list[str]:
+    from deltackpt_tools import history_stat
+
+    head = f"run {run.run}: {counted(run.steps, 'step')}"
+    lines = [head if run.newest is None else f"{head}, newest {run.newest}"]
+    if run.commits:
+        body = history_stat.lines(run) if stat else _table(run)
+        lines += [f"  {line}" for line in body]
+    if len(run.commits) < run.steps:
+        lines.append(f"  ... {run.steps - len(run.commits)} older")
+    return [*lines, *(f"  damaged: {safe(path)}: {why}" for path, why in run.damaged)]
+
+
+def _graph_lines(result: Log) -> list[str]:
+    from deltackpt_tools.history_graph import graph
+
+    before = {(run.run, number): b for run in result.runs for number, b in run.before.items()}
+    entries = [entry for run in result.runs for entry in run.commits]
+    width = max((len(f"{e.run}@{e.step}") for e in entries), default=0)
+
+    def describe(entry: LoggedStep) -> str:
+        words = [f"{entry.run}@{entry.step}".ljust(width), moment(entry.created)]
+        words += [_bytes(entry.written_bytes).rjust(8), _metrics(entry)]
+        extra = note(entry, before.get((entry.run, entry.number)))
+        return "  ".join([*words, *([extra] if extra else [])])
+
+    lines = graph(entries, describe)
+    return lines + [f"damaged: {safe(p)}: {why}" for run in result.runs for p, why in run.damaged]
+
+
+def _lines(result: Log, stat: bool, graph: bool) -> list[str]:
+    text: list[str] = []
+    if graph:
+        text += _graph_lines(result)
+    else:
+        for run in result.runs:
+            text += [*([""] if text else []), *_run_lines(run, stat)]
+    return text + [f"damaged: {safe(path)}: {why}" for path, why in result.damaged_pins]
 
 
 @click.command("log")
 @store_argument
 @click.argument("run", required=False)
 @click.option("-n", "--limit", type=click.IntRange(min=1), help="Only the newest N of each run.")
+@click.option(
+    "--stat",
+    is_flag=True,
+    help="What each save cost: bytes changed, staged and new, share found in the store (dedup), "
+    "codecs, stall of the training thread, time until staged and until durable.",
+)
+@click.option("--graph", is_flag=True, help="Draw runs, forks and abandoned steps as lines.")
 @json_option
 @click.pass_context
 def command(
-    context: click.Context, store_path: str, run: str | None, limit: int | None, as_json: bool
+    context: click.Context,
+    store_path: str,
+    run: str | None,
+    limit: int | None,
+    stat: bool,
+    graph: bool,
+    as_json: bool,
 ) -> None:
     """List the saved steps of each run (or of RUN), newest first.
 
@@ -142,29 +114,11 @@ def command(
     'abandoned' is no longer on the way to the run's newest step. Exit code 3 when a record could
     not be read: the others are listed.
     """
-    store = open_store(store_path)
-    names = store.runs() if run is None else [run]
-    pins = store.pins()
-    pinned: dict[tuple[str, int], list[str]] = {}
-    for name, pin in pins.items():
-        pinned.setdefault((pin.run, pin.number), []).append(name)
-    damaged: list[dict[str, str]] = [
-        {"path": bad.path, "reason": bad.error.message} for bad in pins.damaged
-    ]
-    documents: list[dict[str, Any]] = []
-    text: list[str] = []
-    for name in names:
-        one = _Run(store, name, pinned)
-        newest = one.commits[::-1][:limit]
-        records = [one.record(commit) for commit in newest]
-        documents.append({"run": name, "steps": len(one.commits), "commits": records})
-        damaged += [{"path": b.path, "reason": b.error.message} for b in one.commits.damaged]
-        text += [*([""] if text else []), *_lines(one, records, len(one.commits))]
-    text += [f"damaged: {safe(bad.path)}: {bad.error.message}" for bad in pins.damaged]
+    if stat and graph:
+        raise click.UsageError("--stat and --graph cannot be combined")
+    result = log(store_path, run, limit=limit)
     if as_json:
-        write_json(document("log", store=store.path, runs=documents, damaged=damaged))
-    elif text:
-        click.echo("\n".join(text))
+        write_json(document("log", **result.to_dict()))
     else:
-        click.echo("no run yet")
-    context.exit(Exit.PARTIAL if damaged else Exit.OK)
+        click.echo("\n".join(_lines(result, stat, graph)) or "no run yet")
+    context.exit(Exit.PARTIAL if result.damaged else Exit.OK)
