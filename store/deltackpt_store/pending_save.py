@@ -108,6 +108,7 @@ class PendingSave:
             "inline_bytes": sum(map(len, message.inline.values())),
             "object_bytes": sum(map(len, message.objects.values())),
             "encode_seconds": self.encode_seconds, "flush_seconds": self.flush_seconds,
+            "writer_seconds": time.monotonic() - self.began,  # manifest and commit are to come
         }  # fmt: skip
         for codec, figure in self._stored.items():
             name = f"codec.{codecs.name_of(codec)}"
