@@ -72,7 +72,7 @@ class Checkpointer:
     :meth:`step` logs failures and never raises them.
 
     **Threads.** One thread at a time calls `save`, `step`, `restore` and `close`: the training
-    thread. `lock`, `preempted`, `should_save` and the handles may be used from any thread, and
+    thread. `lock` and the handles may be used from any thread, `preempted` and `should_save` also
     from signal handlers. In a forked child every call raises `StateError` (kind "forked").
     """
 
@@ -270,7 +270,6 @@ class Checkpointer:
         )  # fmt: skip
         progress = self._pipeline.submit(request, captured, started)
         self._skipped, self._deferred, self._saved_step = 0, False, step
-        progress.add_stall(time.perf_counter() - started)
         if not overlap:
             self._pipeline.lock()
         number = self._signals.take()

@@ -28,7 +28,7 @@ from typing import Any
 
 import msgspec
 from deltackpt_store.client import Outcome, WriterClient
-from deltackpt_store.errors import DeltackptError
+from deltackpt_store.errors import DeltackptError, StateError
 from deltackpt_store.manifest import Commit, Layout
 from deltackpt_store.store import Store
 
@@ -39,7 +39,6 @@ from .cuda.split import SplitStager
 from .options import Options
 from .outcome import report_of, timed_out, typed_error
 from .report import SaveProgress, SaveReport
-from .retain import Retention
 from .stage import Job, Stager, Staging, versions_of
 from .steporder import StepOrder
 from .writerlink import WriterLink
@@ -102,8 +101,9 @@ class SavePipeline:
         self._order = order
         self._stager = stager or SplitStager(seed=seed, threads=options.threads)
         self._link = WriterLink(
-            store.path, options, seed, max_in_flight=MAX_IN_FLIGHT, on_result=self._on_result
-        )
+            store.path, options, seed, max_in_flight=MAX_IN_FLIGHT, on_result=self._on_result,
+            on_retired=self._on_retired,
+        )  # fmt: skip
         self._condition = threading.Condition()
         self._tasks: list[_Task] = []  # accepted and not ended, in order
         self._errors: dict[int, DeltackptError] = {}  # id of progress -> not yet delivered
@@ -112,7 +112,6 @@ class SavePipeline:
         self._actions: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._stopping = False
         self._threads: list[threading.Thread] = []
-        self._retain = Retention(store, options.run, options.keep, observers)
         self.last: SaveReport | None = None
         """The newest durable save."""
 
@@ -148,6 +147,7 @@ class SavePipeline:
         task = _Task(progress, self._deadline(), capture, request)
         task.versions = versions_of(capture.sources)
         task.marks = self._stager.mark(capture.sources)
+        progress.captured()
         self._accept(task)
         return progress
 
@@ -175,10 +175,9 @@ class SavePipeline:
             progress = task.progress
             if progress.is_unlocked:
                 continue
-            began = time.perf_counter()
+            progress.waiting()
             if not progress.wait_unlocked(max(0.0, task.deadline - time.monotonic())):
                 self._give_up(task)
-            progress.add_stall(time.perf_counter() - began)
 
     def wait_idle(self, timeout: float | None = None) -> bool:
         """Wait until nothing is in flight; False after `timeout` seconds. For any thread."""
@@ -215,15 +214,30 @@ class SavePipeline:
 
     def _accept(self, task: _Task) -> None:
         if not self._threads:
-            lifecycle.register(self)
-            for name, target in (("stage", self._stage_loop), ("finish", self._finish_loop)):
-                thread = threading.Thread(target=target, name=f"deltackpt-{name}", daemon=True)
-                self._threads.append(thread)
-                thread.start()
+            self._start_threads()
         with self._condition:
             self._tasks.append(task)
             self._condition.notify_all()
         self._actions.put(_nothing)  # the finishing thread learns of the new deadline
+
+    def _start_threads(self) -> None:
+        threads = [
+            threading.Thread(target=target, name=f"deltackpt-{name}", daemon=True)
+            for name, target in (("finish", self._finish_loop), ("stage", self._stage_loop))
+        ]
+        lifecycle.register(self)
+        try:
+            for thread in threads:
+                thread.start()
+        except RuntimeError as error:  # the system gives no more threads: try again next time
+            if threads[0].ident is not None:
+                self._actions.put(None)
+            raise StateError(
+                f"no thread can be started for saving: {error}",
+                kind="no-thread",
+                hint="raise the limit on threads or processes (ulimit -u)",
+            ) from error
+        self._threads = threads
 
     def _deadline(self) -> float:
         return time.monotonic() + self._options.durable_timeout
@@ -379,8 +393,12 @@ class SavePipeline:
             self.last = report
         task.progress.commit(report)
         self._observers(events.Committed(outcome.run, outcome.step, report))
-        self._retain(outcome.step)
         self._end(task)
+
+    def _on_retired(self, step: int, removed: list[int]) -> None:
+        """Called on a client's receiving thread, after the result of the save of `step`."""
+        event = events.Compacted(self._options.run, step, tuple(removed))
+        self._actions.put(lambda: self._observers(event))
 
     # any thread ------------------------------------------------------------------------------
 

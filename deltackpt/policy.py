@@ -64,7 +64,7 @@ class Keep:
 
     `last`: the newest so many. `every`: steps that are multiples of it. `best`: the name of a
     metric, or (name, "min" | "max"), whose best step stays ("min" when not said). `within`:
-    steps committed less than so many seconds ago. ``Keep()`` without a rule keeps everything.
+    steps of the last so many seconds of training. ``Keep()`` without a rule keeps everything.
     The newest step is never removed, whatever the rules say, and neither is a pinned one.
     """
 

@@ -94,7 +94,9 @@ class SaveProgress:
         self.dropped: str | None = None
         self.report: SaveReport | None = None
         self._deliver = deliver
-        self._stall = 0.0
+        self._saving_seconds = 0.0
+        self._waiting_since: float | None = None
+        self._unlocked_at: float | None = None
         self._lock = threading.Lock()
         self._unlocked = threading.Event()
         self._staged = threading.Event()
@@ -102,25 +104,37 @@ class SaveProgress:
 
     # the training thread -------------------------------------------------------------------
 
-    def add_stall(self, seconds: float) -> None:
+    def captured(self) -> None:
+        """The call of `save` is about to return: its time is part of the stall."""
+        self._saving_seconds = time.perf_counter() - self.started
+
+    def waiting(self) -> None:
+        """Training waits at the lock, from now until the save is unlocked."""
         with self._lock:
-            self._stall += seconds
+            if self._waiting_since is None:
+                self._waiting_since = time.perf_counter()
 
     @property
     def stall(self) -> float:
+        """Seconds that training has been blocked so far."""
         with self._lock:
-            return self._stall
+            if self._waiting_since is None:
+                return self._saving_seconds
+            until = self._unlocked_at or time.perf_counter()
+            return self._saving_seconds + max(0.0, until - self._waiting_since)
 
     # the pipeline --------------------------------------------------------------------------
 
     def mark_unlocked(self) -> None:
         """No live tensor of this save will be read any more."""
+        if self._unlocked_at is None:
+            self._unlocked_at = time.perf_counter()
         self._unlocked.set()
 
     def mark_staged(self) -> None:
         """Every byte is in the ring; the time since the call of `save` is recorded."""
         self.staged_seconds = time.perf_counter() - self.started
-        self._unlocked.set()
+        self.mark_unlocked()
         self._staged.set()
 
     def fail(self, error: DeltackptError) -> bool:
@@ -148,7 +162,7 @@ class SaveProgress:
             return True
 
     def _finish(self) -> None:
-        self._unlocked.set()
+        self.mark_unlocked()
         self._staged.set()
         self._done.set()
 

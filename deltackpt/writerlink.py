@@ -12,6 +12,7 @@ import torch
 from deltackpt_store.client import Outcome, WriterClient
 from deltackpt_store.errors import DeltackptError
 from deltackpt_store.protocol import WriterOptions
+from deltackpt_store.retention import keep_of
 
 from ._version import __version__
 from .options import SLOT_BYTES, Options
@@ -25,7 +26,8 @@ _BURY_SECONDS = 5.0
 class WriterLink:
     """The writer client in use. `get` and `close` belong to the staging thread.
 
-    `on_result(client, save, outcome)` is called on a client's receiving thread.
+    `on_result(client, save, outcome)`, and `on_retired(step, removed)` when retention after the
+    save of `step` took steps off the run's list, are called on a client's receiving thread.
     """
 
     def __init__(
@@ -36,10 +38,11 @@ class WriterLink:
         *,
         max_in_flight: int,
         on_result: Callable[[WriterClient, int, Outcome], None],
+        on_retired: Callable[[int, list[int]], None] | None = None,
     ) -> None:
         self._path, self._options, self._seed = path, options, seed
         self._max_in_flight = max_in_flight
-        self._on_result = on_result
+        self._on_result, self._on_retired = on_result, on_retired
         self._client: WriterClient | None = None
         self._ring_bytes = 0
 
@@ -65,9 +68,11 @@ class WriterLink:
             self._path, options.run,
             seed=self._seed, ring_bytes=wanted, slot_bytes=options.slot_bytes(wanted),
             mode=options.writer, max_in_flight=self._max_in_flight, on_result=receive,
+            on_retired=self._on_retired,
             options=WriterOptions(
                 codec=options.codec, lock_timeout=options.lock_timeout,
                 versions={"deltackpt": __version__, "torch": str(torch.__version__)},
+                keep=None if options.keep is None else keep_of(options.keep),
             ),
         )  # fmt: skip
         self._client, self._ring_bytes = new, wanted

@@ -474,6 +474,28 @@ def test_a_failure_anywhere_is_raised_once_and_commits_nothing(
     assert_same(saved(path, 2), state)
 
 
+@pytest.mark.parametrize("missing", ["deltackpt-finish", "deltackpt-stage"])
+def test_no_thread_for_saving_is_an_error_and_the_next_save_tries_again(
+    path: Path, opened: Opener, monkeypatch: pytest.MonkeyPatch, missing: str
+) -> None:
+    # case 58
+    real = threading.Thread.start
+
+    def start(self: threading.Thread) -> None:
+        if self.name == missing:
+            raise RuntimeError("can't start new thread")
+        real(self)
+
+    ckpt = opened({"x": torch.zeros(5000)})
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        with pytest.raises(StateError, match="no thread"):
+            ckpt.save(1)
+    ckpt.save(1).result(60)
+    ckpt.close()
+    assert steps(path) == [1]
+
+
 def test_saves_in_flight_behind_a_failed_one_fail_with_it(
     path: Path, opened: Opener, monkeypatch: pytest.MonkeyPatch
 ) -> None:

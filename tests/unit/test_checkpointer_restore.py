@@ -189,8 +189,10 @@ def test_a_run_continues_from_the_step_that_was_restored(path: Path, opened: Ope
     with pytest.raises(ConflictError, match="step 400"):
         ckpt.save(400)
     state["x"].fill_(500)
-    ckpt.save(500).result(60)
-    assert steps(path) == [400, 500]
+    ckpt.save(450).result(60)
+    ckpt.save(475)
+    ckpt.save(500).result(60)  # each continues the one before, not the restored one again
+    assert steps(path) == [400, 450, 475, 500]
     assert Store.open(path).head("main").step == 500
     ckpt.close()
     again = opened(state)
