@@ -63,8 +63,9 @@ class WriterClient:
 
         `seed` is the seed of the change hashes. `ring_bytes` bounds the staging memory (at least
         one slot). `on_result(save, outcome)` is called in the receiver thread for every save that
-        ends, `on_retired(save, steps)` when retention has taken steps off the list after its
-        commit; they must not block. `io` replaces the file layer, in thread mode only.
+        ends, `on_retired(step, removed)` when retention has taken steps off the list after
+        the commit of `step`; they must not block. `io` replaces the file layer, in thread mode
+        only.
         Raises `InvalidInputError`, `StorageError` (no shared memory) and `WriterError` (the
         process cannot be started).
         """
@@ -395,8 +396,8 @@ class WriterClient:
                 self._settle(message.save, message)
             case protocol.Failed(save, error):
                 self._settle(save, from_wire(error))
-            case protocol.Retired(save, steps):
-                self._tell_retired(save, steps)
+            case protocol.Retired(step, removed):
+                self._tell_retired(step, removed)
             case protocol.Ready():
                 with self._condition:
                     self._ready = message
@@ -450,13 +451,13 @@ class WriterClient:
         except Exception:
             _log.exception("on_result raised for save %d", save)
 
-    def _tell_retired(self, save: int, steps: list[int]) -> None:
+    def _tell_retired(self, step: int, removed: list[int]) -> None:
         if self._on_retired is None:
             return
         try:
-            self._on_retired(save, steps)
+            self._on_retired(step, removed)
         except Exception:
-            _log.exception("on_retired raised for save %d", save)
+            _log.exception("on_retired raised for step %d", step)
 
 
 def _timeout(what: str, seconds: float | None) -> StorageError:

@@ -18,7 +18,7 @@ from deltackpt_store.errors import (
 )
 from deltackpt_store.fileio import publish_bytes
 from deltackpt_store.manifest import Commit
-from deltackpt_store.names import check_name, is_name
+from deltackpt_store.names import RETIRED_SUFFIX, check_name, is_name, number_name
 from deltackpt_store.oserror import storage_error
 from deltackpt_store.records import Damaged, RecordFiles, some_of
 
@@ -87,7 +87,11 @@ class PinFiles(RecordFiles):
         return pin
 
     def pin(self, name: str, commit: Commit) -> None:
-        """Call `commit` `name`, durably. ConflictError when the name means another commit."""
+        """Call `commit` `name`, durably. ConflictError when the name means another commit.
+
+        From here on neither retention nor collection takes the commit. NotFoundError (kind
+        ``retired``) when retention did so before.
+        """
         check_name(name, "pin")
         pin = Pin(commit.run, commit.number, commit.step, commit.digest)
         body = _PIN_MAGIC + msgspec.msgpack.encode(pin)
@@ -102,8 +106,24 @@ class PinFiles(RecordFiles):
                     hint=f"unpin {name} first, or choose another name",
                     name=name,
                 ) from None
+            return
         except OSError as error:
             raise storage_error(error, "write the pin", path) from error
+        # After the pin: whoever retires the commit from now on sees it, and so does who collects.
+        record = f"{self.path}/runs/{commit.run}/{number_name(commit.number)}"
+        try:
+            gone = self.io.exists(record + RETIRED_SUFFIX) or not self.io.exists(record)
+        except OSError as error:
+            raise storage_error(error, "look for", record) from error
+        if gone:
+            self.unpin(name)
+            raise NotFoundError(
+                f"step {commit.step} of run {commit.run!r} was removed by retention",
+                kind="retired",
+                hint="pin another step",
+                run=commit.run,
+                step=commit.step,
+            )
 
     def unpin(self, name: str) -> None:
         """Forget a pin, durably; its commit stays until retention and collection take it."""

@@ -174,10 +174,10 @@ class Committed(msgspec.Struct, frozen=True, tag="committed"):
 
 
 class Retired(msgspec.Struct, frozen=True, tag="retired"):
-    """After the commit of `save`, retention took these steps of the run off the list."""
+    """After the commit of `step`, retention took the `removed` steps of the run off the list."""
 
-    save: int
-    steps: list[int]
+    step: int
+    removed: list[int]
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):

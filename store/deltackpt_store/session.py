@@ -357,9 +357,9 @@ class RunWriter:
             )
         )  # fmt: skip
         self._release_hold()
-        self._retain(save.id, commit)
+        self._retain(commit)
 
-    def _retain(self, save: int, commit: Commit) -> None:
+    def _retain(self, commit: Commit) -> None:
         """Take off the list what need not be kept, now that `commit` is durable."""
         if self._retention is None:
             return
@@ -369,7 +369,7 @@ class RunWriter:
             _log.warning("retention failed: %s", error)
             return
         if retired:
-            self._send(protocol.Retired(save, [commit.step for commit in retired]))
+            self._send(protocol.Retired(commit.step, [gone.step for gone in retired]))
 
     def _coding_stats(self) -> dict[str, float]:
         encoder = self._writer.encoder
