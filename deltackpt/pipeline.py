@@ -1,0 +1,447 @@
+"""The way of a save from the training thread to the disk: one staging thread, one finishing thread.
+
+::
+
+    training thread   submit(capture) ----------------------------- lock() waits for "unlocked"
+    staging thread         begin . detect . copy to the ring . finish
+    writer                              hash . encode . write . sync . commit . retention
+    finishing thread                                                report . observers
+
+At most :data:`MAX_IN_FLIGHT` saves are accepted and not yet ended. Each must be durable
+`durable_timeout` seconds after it was accepted, or it fails and its writer is ended.
+
+Lock order: `_condition` is taken before anything inside the writer client.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import queue
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import msgspec
+from deltackpt_store.client import Outcome, WriterClient
+from deltackpt_store.errors import DeltackptError, StateError
+from deltackpt_store.manifest import Commit, Layout
+from deltackpt_store.store import Store
+
+from . import events, lifecycle
+from .baseline import Baseline, Baselines, proven_table
+from .capture import Capture
+from .cuda.split import SplitStager
+from .options import Options
+from .outcome import report_of, timed_out, typed_error
+from .report import SaveProgress, SaveReport
+from .stage import Job, Stager, Staging, versions_of
+from .steporder import StepOrder
+from .writerlink import WriterLink
+
+_log = logging.getLogger("deltackpt")
+
+MAX_IN_FLIGHT = 2
+_EXIT_SECONDS = 60.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What the training thread hands over besides the captured state."""
+
+    step: int
+    metrics: dict[str, float]
+    environment: bytes
+    overwrite: bool
+    skipped: int
+    """Saves that were dropped since the last accepted one."""
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Task:
+    """Something the staging thread does with a capture, until the task ends.
+
+    It is a save, or (`restored`) the preparation of the change table after a restore.
+    """
+
+    progress: SaveProgress
+    deadline: float
+    capture: Capture
+    request: Request | None = None
+    restored: Commit | None = None
+    versions: dict[int, int] = dataclasses.field(default_factory=dict[int, int])
+    marks: Any = None
+    taken: bool = False
+    client: WriterClient | None = None
+    save: int = 0
+    names_parent: bool = False
+    staging: Staging | None = None
+
+
+class SavePipeline:
+    """Owns the threads, the writer, the change tables and the saves in flight.
+
+    Nothing here may be used in a forked child.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        options: Options,
+        observers: events.Observers,
+        order: StepOrder,
+        stager: Stager | None = None,
+    ) -> None:
+        seed = secrets.randbits(64)
+        self._store, self._options, self._observers = store, options, observers
+        self._order = order
+        self._stager = stager or SplitStager(seed=seed, threads=options.threads)
+        self._link = WriterLink(
+            store.path, options, seed, max_in_flight=MAX_IN_FLIGHT, on_result=self._on_result,
+            on_retired=self._on_retired,
+        )  # fmt: skip
+        self._condition = threading.Condition()
+        self._tasks: list[_Task] = []  # accepted and not ended, in order
+        self._errors: dict[int, DeltackptError] = {}  # id of progress -> not yet delivered
+        self._baselines = Baselines()
+        self._layout: tuple[Layout, bytes] | None = None
+        self._actions: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._stopping = False
+        self._threads: list[threading.Thread] = []
+        self.last: SaveReport | None = None
+        """The newest durable save."""
+
+    # training thread -------------------------------------------------------------------------
+
+    @property
+    def in_flight(self) -> tuple[int, ...]:
+        """Steps accepted and neither durable nor failed, oldest first."""
+        return tuple(
+            task.progress.step
+            for task in tuple(self._tasks)
+            if task.request is not None and not task.progress.is_done
+        )
+
+    @property
+    def busy(self) -> bool:
+        """Whether :meth:`submit` has to wait."""
+        return len(self.in_flight) >= MAX_IN_FLIGHT
+
+    def wait_room(self) -> None:
+        """Wait until another save may be submitted.
+
+        Raises `StorageError` (kind "timeout") naming the stuck step after `durable_timeout`.
+        """
+        timeout = self._options.durable_timeout
+        with self._condition:
+            if not self._condition.wait_for(lambda: not self.busy, timeout):
+                raise timed_out("durable", self.in_flight[0], timeout)
+
+    def submit(self, request: Request, capture: Capture, started: float) -> SaveProgress:
+        """Accept a save; returns at once. The caller has seen to it that there is room."""
+        progress = SaveProgress(self._options.run, request.step, self._delivered, started)
+        task = _Task(progress, self._deadline(), capture, request)
+        task.versions = versions_of(capture.sources)
+        task.marks = self._stager.mark(capture.sources)
+        progress.captured()
+        self._accept(task)
+        return progress
+
+    def restored(self, commit: Commit, capture: Capture | None) -> None:
+        """The live objects now hold `commit`: later saves continue it. Nothing is in flight.
+
+        With a `capture` of the restored objects, all of it live, the change table is made ready in
+        the background, so that the next save stages only what training changed.
+        """
+        with self._condition:
+            self._baselines.restored(commit)
+            self._order.restored(commit)
+        if capture is not None:
+            progress = SaveProgress(commit.run, commit.step, self._delivered, time.perf_counter())
+            task = _Task(progress, self._deadline(), capture, restored=commit)
+            task.marks = self._stager.mark(capture.sources)
+            self._accept(task)
+
+    def lock(self) -> None:
+        """Wait until no live tensor is being read; the time counts as stall of the saves.
+
+        A save that cannot let go before its deadline is given up instead. For any thread.
+        """
+        for task in tuple(self._tasks):
+            progress = task.progress
+            if progress.is_unlocked:
+                continue
+            progress.waiting()
+            if not progress.wait_unlocked(max(0.0, task.deadline - time.monotonic())):
+                self._give_up(task)
+
+    def wait_idle(self, timeout: float | None = None) -> bool:
+        """Wait until nothing is in flight; False after `timeout` seconds. For any thread."""
+        with self._condition:
+            return self._condition.wait_for(lambda: not self._tasks, timeout)
+
+    def take_error(self) -> DeltackptError | None:
+        """The oldest failure that nobody was told yet; later ones count as told with it."""
+        if not self._errors:
+            return None
+        with self._condition:
+            errors = list(self._errors.values())
+            self._errors.clear()
+        return errors[0] if errors else None
+
+    def close(self, timeout: float) -> None:
+        """End the threads and the writer once all is done; gives up waiting after `timeout`."""
+        deadline = time.monotonic() + timeout
+        self.abandon()
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    def abandon(self) -> None:
+        """Let the pipeline end by itself once all is done. Never blocks; for any thread."""
+        with self._condition:
+            self._stopping = True
+            self._condition.notify_all()
+
+    def finish_at_exit(self) -> None:
+        """At interpreter exit: a bounded time for what is in flight. Raises nothing."""
+        self.close(min(_EXIT_SECONDS, self._options.durable_timeout))
+        for step in self.in_flight:
+            _log.warning("step %d was not durable when the interpreter ended", step)
+
+    def _accept(self, task: _Task) -> None:
+        if not self._threads:
+            self._start_threads()
+        with self._condition:
+            self._tasks.append(task)
+            self._condition.notify_all()
+        self._actions.put(_nothing)  # the finishing thread learns of the new deadline
+
+    def _start_threads(self) -> None:
+        threads = [
+            threading.Thread(target=target, name=f"deltackpt-{name}", daemon=True)
+            for name, target in (("finish", self._finish_loop), ("stage", self._stage_loop))
+        ]
+        lifecycle.register(self)
+        try:
+            for thread in threads:
+                thread.start()
+        except RuntimeError as error:  # the system gives no more threads: try again next time
+            if threads[0].ident is not None:
+                self._actions.put(None)
+            raise StateError(
+                f"no thread can be started for saving: {error}",
+                kind="no-thread",
+                hint="raise the limit on threads or processes (ulimit -u)",
+            ) from error
+        self._threads = threads
+
+    def _deadline(self) -> float:
+        return time.monotonic() + self._options.durable_timeout
+
+    # staging thread --------------------------------------------------------------------------
+
+    def _stage_loop(self) -> None:
+        try:
+            while (task := self._next_task()) is not None:
+                if task.restored is not None:
+                    self._prepare_baseline(task, task.restored)
+                else:
+                    self._stage(task)
+            self.wait_idle()
+        finally:
+            self._link.close(self._options.durable_timeout)
+            self._stager.close()
+            self._actions.put(None)
+
+    def _next_task(self) -> _Task | None:
+        def first() -> _Task | None:
+            return next((task for task in self._tasks if not task.taken), None)
+
+        with self._condition:
+            self._condition.wait_for(lambda: self._stopping or first() is not None)
+            task = first()
+            if task is not None:
+                task.taken = True
+            return task
+
+    def _prepare_baseline(self, task: _Task, commit: Commit) -> None:
+        capture = task.capture
+        try:
+            chunks = self._stager.hash_all(capture.layout, capture.sources, task.marks)
+            table = proven_table(self._store, commit, chunks)
+            with self._condition:
+                self._baselines.proven(table, commit)
+        except Exception as error:  # only the next save's speed depends on this
+            _log.debug("no change table from step %d: %s", commit.step, error)
+        finally:
+            capture.release()
+            self._end(task)
+
+    def _stage(self, task: _Task) -> None:
+        assert task.request is not None
+        try:
+            if not task.progress.is_done:
+                self._hand_over(task, task.request)
+        except BaseException as error:
+            self._fail(task, typed_error(error))
+            if task.client is not None:
+                with contextlib.suppress(DeltackptError):
+                    task.client.abort(task.save)
+        finally:
+            task.capture.release()
+            task.versions.clear()
+
+    def _hand_over(self, task: _Task, request: Request) -> None:
+        progress, capture = task.progress, task.capture
+        client = self._link.get(capture.state_bytes)
+        if not client.wait_room(max(0.0, task.deadline - time.monotonic())):
+            raise timed_out("staged", request.step, self._options.durable_timeout)
+        baseline = self._begin(task, request, client)
+        staging = self._stager.stage(
+            Job(
+                save=task.save, layout=capture.layout, sources=capture.sources,
+                table=baseline.table, versions=task.versions, deadline=task.deadline,
+                unlock=progress.mark_unlocked, cancelled=lambda: progress.is_done,
+                marks=task.marks,
+            ),
+            client,
+        )  # fmt: skip
+        with self._condition:
+            if progress.error is not None:
+                raise progress.error
+            task.staging = staging
+            self._baselines.staged(staging.table, client, task.save)
+        progress.mark_staged()
+        self._observers(
+            events.Staged(
+                progress.run, progress.step, progress.staged_seconds, staging.staged_bytes
+            )
+        )
+        client.finish(
+            task.save, objects=capture.objects, inline=capture.inline,
+            environment=request.environment, metrics=request.metrics,
+            counters={
+                "stall_seconds": progress.stall,
+                "staged_seconds": progress.staged_seconds,
+                "skipped": float(request.skipped),
+            },
+        )  # fmt: skip
+
+    def _begin(self, task: _Task, request: Request, client: WriterClient) -> Baseline:
+        """Open the save at the writer; returns what it is relative to."""
+        if self._layout is None or self._layout[0] is not task.capture.layout:
+            self._layout = (task.capture.layout, msgspec.msgpack.encode(task.capture.layout))
+        with self._condition:  # held, so that no outcome comes before the save is known
+            baseline = self._baselines.best_for(client)
+            named = any(t.names_parent for t in self._tasks)
+            parent = None if named else self._baselines.parent
+            task.save = client.begin(
+                step=request.step, layout=self._layout[1], overwrite=request.overwrite,
+                relative=baseline.save if baseline.commit is None else None,
+                relative_commit=baseline.commit, parent=parent,
+            )  # fmt: skip
+            task.client, task.names_parent = client, parent is not None
+            return baseline
+
+    # finishing thread ------------------------------------------------------------------------
+
+    def _on_result(self, client: WriterClient, save: int, outcome: Outcome) -> None:
+        self._actions.put(partial(self._settle, client, save, outcome))
+
+    def _on_retired(self, step: int, removed: list[int]) -> None:
+        event = events.Compacted(self._options.run, step, tuple(removed))
+        self._actions.put(partial(self._observers, event))
+
+    def _finish_loop(self) -> None:
+        while True:
+            deadlines = [task.deadline for task in tuple(self._tasks)]
+            timeout = max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
+            try:
+                action = self._actions.get(timeout=timeout)
+            except queue.Empty:
+                action = self._give_up_overdue
+            if action is None:
+                break
+            try:
+                action()
+            except Exception:
+                _log.exception("the end of a save could not be handled")
+        lifecycle.unregister(self)
+
+    def _give_up_overdue(self) -> None:
+        now = time.monotonic()
+        for task in tuple(self._tasks):
+            if task.deadline <= now:
+                self._give_up(task)
+
+    def _settle(self, client: WriterClient, save: int, outcome: Outcome) -> None:
+        with self._condition:
+            task = next((t for t in self._tasks if t.client is client and t.save == save), None)
+        if task is None:
+            return
+        if isinstance(outcome, DeltackptError):
+            self._fail(task, outcome)
+            return
+        staging, request = task.staging, task.request
+        assert staging is not None
+        assert request is not None
+        report = report_of(task.progress, staging, client, outcome, skipped=request.skipped)
+        with self._condition:
+            commit = (outcome.run, outcome.number)
+            self._baselines.committed(staging.table, client, save, commit)
+            self._order.committed(outcome.step)
+            self.last = report
+        task.progress.commit(report)
+        self._observers(events.Committed(outcome.run, outcome.step, report))
+        self._end(task)
+
+    def _on_retired(self, step: int, removed: list[int]) -> None:
+        """Called on a client's receiving thread, after the result of the save of `step`."""
+        event = events.Compacted(self._options.run, step, tuple(removed))
+        self._actions.put(lambda: self._observers(event))
+
+    # any thread ------------------------------------------------------------------------------
+
+    def _give_up(self, task: _Task) -> None:
+        """End an overdue task, and the writer that does not get on with it."""
+        if task.progress.is_done:
+            return
+        if task.request is not None:
+            what = "durable" if task.progress.is_staged else "staged"
+            seconds = self._options.durable_timeout
+            self._fail(task, timed_out(what, task.progress.step, seconds))
+            if task.client is not None:
+                self._link.end_stuck(task.client)
+        self._end(task)
+
+    def _fail(self, task: _Task, error: DeltackptError) -> None:
+        """End a save as failed, once."""
+        with self._condition:
+            if not task.progress.fail(error):
+                return
+            self._errors[id(task.progress)] = error
+            self._baselines.failed()
+        error.context.setdefault("step", task.progress.step)
+        error.context.setdefault("run", task.progress.run)
+        _log.error("the save of step %d failed: %s", task.progress.step, error)
+        self._observers(events.Failed(task.progress.run, task.progress.step, error))
+        self._end(task)
+
+    def _end(self, task: _Task) -> None:
+        task.progress.mark_unlocked()
+        with self._condition:
+            if task in self._tasks:
+                self._tasks.remove(task)
+            self._condition.notify_all()
+
+    def _delivered(self, progress: SaveProgress) -> None:
+        with self._condition:
+            self._errors.pop(id(progress), None)
+
+
+def _nothing() -> None:
+    """Wakes the finishing thread."""
