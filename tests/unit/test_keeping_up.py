@@ -1,0 +1,92 @@
+"""Saves that come faster than they are encoded: ratio is given up before durability is delayed."""
+
+from __future__ import annotations
+
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import pytest
+from deltackpt_store import protocol, serve
+from deltackpt_store.store import Store
+from deltackpt_store.store_writer import StoreWriter
+
+
+def begin(save: int) -> protocol.Begin:
+    return protocol.Begin(save=save, step=save)
+
+
+def slot(save: int) -> protocol.Slot:
+    return protocol.Slot(save=save, slot=0, records=b"")
+
+
+class Inbox:
+    """A mailbox in which `arrived` messages came before the first one was looked at."""
+
+    def __init__(self, messages: list[Any], arrived: int) -> None:
+        self.waiting = deque(messages)
+        self.begun = sum(isinstance(message, protocol.Begin) for message in messages[:arrived])
+
+    def get(self, *args: Any) -> Any:
+        return self.waiting.popleft() if self.waiting else None
+
+    def idle(self) -> bool:
+        return not self.waiting
+
+
+class Session:
+    """Notes what the loop asks for."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def handle(self, message: Any) -> None:
+        self.calls.append(type(message).__name__)
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args: self.calls.append(name)
+
+
+@pytest.mark.parametrize(("arrived", "hurried"), [(2, 0), (5, 2)])
+def test_a_save_that_waits_makes_the_writer_hurry(arrived: int, hurried: int) -> None:
+    messages = [begin(1), slot(1), slot(1), begin(2), slot(2)]
+    session = Session()
+    serve._loop(Inbox(messages, arrived), session)  # type: ignore[arg-type]  # stand-ins
+    assert session.calls.count("hurry") == hurried
+    assert [c for c in session.calls if c in ("Begin", "Slot")] == [
+        type(message).__name__ for message in messages
+    ]
+
+
+@pytest.fixture
+def writer(tmp_path: Path) -> Any:
+    with StoreWriter(Store.create(tmp_path / "store")) as writer:
+        yield writer
+
+
+def test_slow_encoding_is_given_up_step_by_step(writer: StoreWriter) -> None:
+    levels: list[int] = []
+    for _ in range(4):
+        writer.encoder.seconds += 1.0  # 1 MB a second, and the disk takes no time
+        writer.encoder.raw_bytes += 1_000_000
+        writer.hurry()
+        levels.append(writer.encoder.policy.hurry)
+    assert levels == [1, 2, 2, 2]
+    for expected in (1, 0, 0):
+        writer.ease()
+        assert writer.encoder.policy.hurry == expected
+
+
+def test_a_slow_disk_is_no_reason_to_write_more(writer: StoreWriter) -> None:
+    """Giving up ratio when the disk is the bottleneck would make everything later."""
+    writer.encoder.seconds += 1.0
+    writer.encoder.raw_bytes += 1_000_000
+    writer._thread.busy_seconds += 3.0
+    writer._out += 500_000
+    writer.hurry()
+    assert writer.encoder.policy.hurry == 0
+
+
+def test_haste_without_anything_encoded_changes_nothing(writer: StoreWriter) -> None:
+    writer.hurry()
+    assert writer.encoder.policy.hurry == 0
