@@ -69,10 +69,8 @@ class WriterLink:
             seed=self._seed, ring_bytes=wanted, slot_bytes=options.slot_bytes(wanted),
             mode=options.writer, max_in_flight=self._max_in_flight, on_result=receive,
             on_retired=self._on_retired,
-            on_retired=self._on_retired,
             options=WriterOptions(
                 codec=options.codec, lock_timeout=options.lock_timeout,
-                keep=None if options.keep is None else keep_of(options.keep),
                 versions={"deltackpt": __version__, "torch": str(torch.__version__)},
                 keep=None if options.keep is None else keep_of(options.keep),
             ),
