@@ -116,7 +116,6 @@ class Maker:
             self.packs |= {put.pack for put in puts}
             ids = np.frombuffer(b"".join(put.id for put in puts), np.uint8).reshape(-1, 32)
             self.ids[extent][some] = ids
-            self.writer.flush()
         return written
 
     def save(self, run: str, number: int, step: int) -> Commit:
@@ -137,6 +136,7 @@ class Maker:
                 self.ids[extent] = self.ids[extent].copy()
                 written += self.put(extent, rows)
                 staged += len(rows) * self.size
+        self.writer.flush()
         return self.commit(run, number, step, written, staged)
 
     def commit(self, run: str, number: int, step: int, written: int, staged: int) -> Commit:
