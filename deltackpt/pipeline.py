@@ -352,10 +352,6 @@ class SavePipeline:
     def _on_result(self, client: WriterClient, save: int, outcome: Outcome) -> None:
         self._actions.put(partial(self._settle, client, save, outcome))
 
-    def _on_retired(self, step: int, removed: list[int]) -> None:
-        event = events.Compacted(self._options.run, step, tuple(removed))
-        self._actions.put(partial(self._observers, event))
-
     def _finish_loop(self) -> None:
         while True:
             deadlines = [task.deadline for task in tuple(self._tasks)]

@@ -42,6 +42,7 @@ import deltackpt.stage as stage_module
 from deltackpt import events
 from deltackpt.checkpointer import Checkpointer
 from deltackpt.pipeline import SavePipeline
+from deltackpt.policy import Keep
 
 
 @pytest.fixture
@@ -896,3 +897,18 @@ def test_bad_options_are_refused_when_opened(path: Path) -> None:
         with pytest.raises(InvalidInputError, match="state"):
             Checkpointer(path, state)  # type: ignore[arg-type] -- users' mistakes
     assert not path.exists()
+
+
+def test_retention_follows_each_commit_and_says_so(path: Path, opened: Opener) -> None:
+    # case 100
+    recorder = Recorder()
+    state = {"x": torch.zeros(5000)}
+    with opened(state, keep=Keep(last=2, every=5), observers=[recorder]) as ckpt:
+        for step in range(8):
+            ckpt.save(step).result(60)
+    assert steps(path) == [0, 5, 6, 7]
+    removed = [(event.step, event.removed) for event in recorder.of(events.Compacted)]
+    assert removed == [(3, (1,)), (4, (2,)), (5, (3,)), (6, (4,))]
+    with opened(state, run="one", keep=Keep(last=1)) as ckpt:
+        ckpt.save(0)
+    assert steps(path, "one") == [0]
