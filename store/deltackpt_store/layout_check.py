@@ -26,6 +26,7 @@ MAX_DIMENSIONS = 64
 MAX_STRUCTURE_BYTES = 64 * 1024 * 1024
 MAX_STRUCTURE_DEPTH = 3 * 64 + 64  # a container of the state takes up to three msgpack levels
 _LIMIT = 1 << 63
+_PLAIN = frozenset((list, int, float, bool, str, bytes, type(None)))
 
 
 def _bad(reason: str, name: str) -> CorruptionError:
@@ -43,6 +44,8 @@ def check_structure(structure: bytes, name: str) -> None:
     except (msgspec.MsgspecError, RecursionError, ValueError, TypeError) as error:
         raise _bad(f"its structure cannot be read: {error}", name) from error
     for _ in range(MAX_STRUCTURE_DEPTH):
+        if not {*map(type, level)} <= _PLAIN:
+            raise _bad("its structure holds more than lists and scalars", name)
         lists = [cast("list[Any]", node) for node in level if type(node) is list]
         if not lists:
             return

@@ -197,11 +197,25 @@ def test_empty_state() -> None:
 
 
 def reject(manifest: Manifest, base: Snapshot | None = None, match: str = "damaged") -> None:
-    data = msgspec.msgpack.encode(manifest)
+    """Decoding or resolving must fail, and not only because the root no longer fits."""
+    data = msgspec.msgpack.encode(manifest if match == "root" else rooted(manifest))
     with pytest.raises(CorruptionError, match=match) as caught:
         mi.resolve(mi.decode(mi.MANIFEST_MAGIC + b"\1" + data, name="manifests/abc"), base,
                    name="manifests/abc")  # fmt: skip
     assert caught.value.context["path"] == "manifests/abc"
+    assert match == "root" or "recorded root" not in caught.value.message
+
+
+def rooted(manifest: Manifest) -> Manifest:
+    """The base manifest with the root that its content has, where it has any."""
+    if manifest.layout is None or len(manifest.root) != 32 or manifest.base is not None:
+        return manifest
+    try:
+        ids = {k: np.frombuffer(v, np.uint8).reshape(-1, 32) for k, v in manifest.chunks.items()}
+        content = Snapshot(manifest.layout, manifest.objects, manifest.inline, ids)
+        return replaced(manifest, root=root(content))
+    except (KeyError, IndexError, ValueError):
+        return manifest
 
 
 def replaced(manifest: Manifest, **fields: Any) -> Manifest:

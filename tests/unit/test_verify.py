@@ -517,7 +517,13 @@ def test_needed_chunks() -> None:
         rows = snapshots[-1].chunks[0].copy()
         rows[rng.integers(0, 100, 7)] ^= 1
         snapshots.append(Snapshot(one.layout, {}, {}, {0: rows}))
-    snapshots += [one, build(5001, 1000, 1), build(99_999, 1000, 2), build(64_064, 1001, 0)]
+    snapshots += [
+        one,
+        build(100_100, 1001, 0),
+        build(5001, 1000, 1),
+        build(99_999, 1000, 2),
+        build(64_064, 1001, 0),
+    ]
     for snapshot in snapshots:
         needed.add(snapshot)
         spec = snapshot.layout.extents[0]
