@@ -28,7 +28,8 @@ def test_marks_belong_to_the_test_around_or_below_them(
     file.parent.mkdir(parents=True)
     file.write_text(
         "import os\n# case 1, case 2: why\n@os.x\ndef test_a():\n    'case 9'\n    # case 3\n"
-        "    def inner():\n        pass  # case 4\n\nasync def test_b():  # case 5\n    x = '# case 8'\n"
+        "    def inner():\n        pass  # case 4\n\n"
+        "async def test_b():  # case 5\n    x = '# case 8'\n"
     )
     found = [(mark.case, mark.test) for mark in case_table.marks(file)]
     assert found == [(1, "test_a"), (2, "test_a"), (3, "test_a"), (4, "test_a"), (5, "test_b")]
