@@ -35,6 +35,7 @@ from deltackpt_store.coding.elements import (
 from deltackpt_store.coding.planes import Coded, encode_delta, encode_planes
 from deltackpt_store.coding.sparse import encode_sparse
 from deltackpt_store.pack import RECORD_BYTES
+from deltackpt_store.session import STREAM_CHUNKS
 
 CHUNK = 256 * 1024
 CACHE = Path(__file__).parents[1] / ".bench" / "codec"
@@ -68,13 +69,13 @@ def chunk_pairs(
     size: dict[str, int] = {}
     for name, array in state.items():
         kind, dtype, _ = name.split("|")
-        path = f"{name}/{kind}"
         now, then = memoryview(array), memoryview(base[name])
         size[kind] = size.get(kind, 0) + len(now)
         for start in range(0, len(now), CHUNK):
             a, b = now[start : start + CHUNK], then[start : start + CHUNK]
             if a != b:
-                pairs.append(Pair(kind, path, dtype, a, b))
+                stream = f"{start // CHUNK // STREAM_CHUNKS}:{name}/{kind}"
+                pairs.append(Pair(kind, stream, dtype, a, b))
     return pairs, size
 
 

@@ -32,7 +32,7 @@ _SMALL = 4096  # chunks up to this size are not tried without a reference
 _MEMORY = 0.75  # weight of what was known when a probe or a chunk tells something new
 _MAX_STREAMS = 1 << 16
 _MAX_KINDS = 1024
-_KIND_PROBES = 4  # of a kind of tensor, before others of the kind rely on them
+_KIND_TENSORS = 4  # probed with a reference, before others of their kind rely on them
 
 MAX_HURRY = 2
 
@@ -136,12 +136,13 @@ class _Stream:
 class _Kind:
     """What is known of all tensors of a kind."""
 
-    __slots__ = ("noise", "probes", "share")
+    __slots__ = ("last", "noise", "share", "tensors")
 
     def __init__(self) -> None:
         self.share: dict[int, float] = {}
         self.noise: dict[int, int] = {}
-        self.probes = 0  # with a reference
+        self.tensors = 0  # probed with a reference
+        self.last = ""
 
 
 def _kind(stream: str, dtype: str) -> str:
@@ -192,13 +193,12 @@ class CodingPolicy:
 
     def _adopt(self, known: _Stream, stream: str, dtype: str, candidates: tuple[int, ...]) -> None:
         kind = self._kinds.get(_kind(stream, dtype))
-        if kind is None or kind.probes < _KIND_PROBES or not stream:
+        if kind is None or kind.tensors < _KIND_TENSORS or not stream:
             return
         for candidate in candidates:
             if candidate not in known.share and candidate in kind.share:
                 known.share[candidate] = kind.share[candidate]
                 known.noise[candidate] = kind.noise.get(candidate, 0)
-                known.every = _FIRST_PROBES * 2
 
     def wants_reference(self, stream: str) -> bool:
         """Whether the next chunk of the tensor may be coded against a reference."""
@@ -226,7 +226,7 @@ class CodingPolicy:
         if not stream:
             return
         if plan.probe and size > _SMALL:
-            self._learn_kind(_kind(stream, dtype), outcome, size)
+            self._learn_kind(stream, dtype, outcome, size)
         known = self._stream(stream)
         known.taken += size
         known.stored += written
@@ -244,11 +244,13 @@ class CodingPolicy:
             same = before == self._best(known, tuple(known.share))
             known.every = min(known.every * 2, _MOST_PROBES) if same else _FIRST_PROBES
 
-    def _learn_kind(self, name: str, outcome: Outcome, size: int) -> None:
+    def _learn_kind(self, stream: str, dtype: str, outcome: Outcome, size: int) -> None:
         if len(self._kinds) >= _MAX_KINDS:
             self._kinds.clear()
-        kind = self._kinds.setdefault(name, _Kind())
-        kind.probes += len(outcome.tried) > 1
+        kind = self._kinds.setdefault(_kind(stream, dtype), _Kind())
+        if len(outcome.tried) > 1 and kind.last != stream:
+            kind.tensors += 1
+            kind.last = stream
         for codec, stored, noise in outcome.tried:
             share = stored / size
             kind.share[codec] = 0.5 * (kind.share.get(codec, share) + share)

@@ -44,6 +44,9 @@ from deltackpt_store.tables import ChunkTable
 
 _log = logging.getLogger("deltackpt.writer")
 
+STREAM_CHUNKS = 16
+"""Neighbouring chunks of a tensor for which one choice of encoding is learned."""
+
 KEPT_TABLES = 4
 """Chunk tables kept for saves to be relative to: two in flight, the last commit, one spare."""
 
@@ -294,9 +297,9 @@ class RunWriter:
             if xxhash.xxh3_128_digest(raw, self._seed) != expected:
                 raise save.torn(extent, chunk)
             places.append((extent, chunk, length))
-            chunks.append(
-                Chunk(raw, spec.dtype, save.extent_name(extent), save.table.base(extent, chunk))
-            )
+            # Parts of a large tensor may behave differently: rows of rare and of frequent tokens.
+            stream = f"{chunk // STREAM_CHUNKS}:{save.extent_name(extent)}"
+            chunks.append(Chunk(raw, spec.dtype, stream, save.table.base(extent, chunk)))
         for place, put in zip(places, self._writer.put_many(chunks), strict=True):
             save.record(*place, put, self._writer.packs_of(put))
 
