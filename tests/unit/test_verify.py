@@ -233,6 +233,21 @@ def test_a_record_front_alone(small: SmallStore) -> None:
     assert all(restores(Store.open(small.path), commit) for commit in commits)
 
 
+def test_fronts_of_two_records_exchanged(small: SmallStore) -> None:
+    """Record heads that are whole but not where they belong would mislead a salvage."""
+    small.save("main", 1, {"a": pattern(2 * CHUNK // 4, 1)})
+    (one, (path, first, _)), (two, (_, second, _)) = blobs(small.store).items()
+    data = bytearray(path.read_bytes())
+    a, b = slice(first - 64, first), slice(second - 64, second)
+    data[a], data[b] = data[b], data[a]
+    path.write_bytes(data)
+    report = verify(small.store)
+    assert {(f.kind, f.name, f.hits) for f in report.findings} == {
+        ("chunk", one.hex(), ()),
+        ("chunk", two.hex(), ()),
+    }
+
+
 def test_encoded_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Encoded records are decoded and proven, at any damaged byte."""
     monkeypatch.setattr("small_store.CHUNK", 8192)
