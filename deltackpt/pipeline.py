@@ -306,7 +306,7 @@ class SavePipeline:
                 save=task.save, layout=capture.layout, sources=capture.sources,
                 table=baseline.table, versions=task.versions, deadline=task.deadline,
                 unlock=progress.mark_unlocked, cancelled=lambda: progress.is_done,
-                marks=task.marks,
+                marks=task.marks, reached=progress.mark_reached,
             ),
             client,
         )  # fmt: skip

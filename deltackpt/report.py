@@ -44,7 +44,9 @@ class SaveReport:
     root: str
     """Merkle root of the step, in hex: equal roots mean bit-identical states."""
     stall_seconds: float
-    """How long the training thread was blocked: inside `save` and waiting at the lock."""
+    """How long the training thread was blocked: inside `save` and waiting at the lock.
+
+    On a GPU, waiting counts from when the device had done what was queued before `save`."""
     staged_seconds: float
     """From the call of `save` until every byte was safe from mutation."""
     durable_seconds: float
@@ -96,6 +98,7 @@ class SaveProgress:
         self._deliver = deliver
         self._saving_seconds = 0.0
         self._waiting_since: float | None = None
+        self._reached_at = 0.0
         self._unlocked_at: float | None = None
         self._lock = threading.Lock()
         self._unlocked = threading.Event()
@@ -120,10 +123,18 @@ class SaveProgress:
         with self._lock:
             if self._waiting_since is None:
                 return self._saving_seconds
+            since = max(self._waiting_since, self._reached_at)
             until = self._unlocked_at or time.perf_counter()
-            return self._saving_seconds + max(0.0, until - self._waiting_since)
+            return self._saving_seconds + max(0.0, until - since)
 
     # the pipeline --------------------------------------------------------------------------
+
+    def mark_reached(self) -> None:
+        """A device has now finished what training had queued on it before the call of `save`.
+
+        Waiting for that is training's own time: it does not count as stall.
+        """
+        self._reached_at = time.perf_counter()
 
     def mark_unlocked(self) -> None:
         """No live tensor of this save will be read any more."""

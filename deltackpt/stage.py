@@ -82,6 +82,8 @@ class Job:
     """Whether the save has been given up and staging may end early."""
     marks: Any = None
     """What :meth:`Stager.mark` returned at the call of `save`."""
+    reached: Callable[[], None] = lambda: None
+    """Called when a device has done what was queued before its mark, once for each device."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -60,6 +60,8 @@ class CopyStager:
         private = [extent for extent, source in job.sources.items() if not source.live]
         paths = [keys[extent][0] for extent in live]
         check_sizes(job.sources, live, paths)
+        self._runtime.synchronize(detection)
+        job.reached()
         tables = {extent: bytearray(HASH_BYTES * job.layout.extents[extent].chunk_count)
                   for extent in job.sources}  # fmt: skip
         packer = Packer(job, ring)

@@ -41,12 +41,14 @@ READ_BYTES = 8 * 1024 * 1024
 
 
 class Detection(NamedTuple):
-    """What :meth:`DeviceStager.start` leaves for `finish`: digests compared with, and as what."""
+    """What :meth:`DeviceStager.start` leaves for `finish`: digests compared with, as what, since
+    when."""
 
     plan: DevicePlan
     hasher: Hasher
     before: Digests
     known: Mapping[ExtentKey, bytes]
+    mark: Any
 
 
 class DeviceStager:
@@ -103,7 +105,7 @@ class DeviceStager:
     ) -> Iterator[tuple[ExtentKey, int, bytes, memoryview]]:
         """As `Stager.hash_all`: every chunk, through page-locked memory, some at a time."""
         try:
-            plan, hasher, _, _ = self._detect(layout, sources, {}, mark)
+            plan, hasher, *_ = self._detect(layout, sources, {}, mark)
             changes, table = hasher.changes(), plan.table
             digests = digest_bytes(changes.digests)
             room = max(int(table.length.max(initial=0)), READ_BYTES)
@@ -150,7 +152,7 @@ class DeviceStager:
             hasher.set_digests(words_of(self._digests))
             known = {}
         hasher.detect()
-        return Detection(plan, hasher, self._digests, known)
+        return Detection(plan, hasher, self._digests, known, mark)
 
     def _plan_for(self, layout: Layout, sources: Mapping[int, Source]) -> tuple[DevicePlan, Hasher]:
         plan, hasher = self._plan, self._hasher
@@ -174,6 +176,8 @@ class DeviceStager:
 
     def _finish(self, job: Job, ring: Ring, detection: Detection) -> Staging:
         plan, table = detection.plan, detection.plan.table
+        self._runtime.synchronize(detection.mark)
+        job.reached()
         changes = detection.hasher.changes()
         rows, digests = changes.rows, digest_bytes(changes.digests)
         placement = Placement(table.length[rows], rows < plan.live_rows, ring.slot_bytes)

@@ -24,7 +24,7 @@ from deltackpt.cuda.hasher import FIRST_READ
 from deltackpt.cuda.split import SplitStager, stager_for
 from deltackpt.cuda.stager import DeviceStager
 from deltackpt.cuda.table import ChunkTable, list_bytes
-from deltackpt.report import DeviceFigures
+from deltackpt.report import DeviceFigures, SaveProgress
 from deltackpt.stage import HostStager, Job
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "ptx"))
@@ -89,7 +89,9 @@ def test_host_and_devices_make_one_save(haste: float) -> None:
     devices = Devices(haste=haste)
     stager, tensors = splitter(devices), state()
     described, ring = Tensors(tensors, chunk_bytes=CHUNK), MemoryRing()
-    staging = stager.stage(job(described, stager), ring)
+    reached: list[int] = []
+    staging = stager.stage(job(described, stager, reached=lambda: reached.append(1)), ring)
+    assert reached == [1, 1]  # once for each device
     assert ring.chunks == whole(tensors)
     assert ring.torn == []
     assert set(devices.made) == {torch.device("cuda", 0), torch.device("cuda", 1)}
@@ -271,3 +273,20 @@ def test_thousands_of_tiny_tensors_take_one_wave() -> None:
     table = ChunkTable([(8192, 262144)] * 5000)
     assert len(table.waves) == 1
     assert figures(table, 0, 0, 0, first=False)[0] == 3
+
+
+def test_waiting_for_the_devices_own_work_is_no_stall(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prevents stalls reported on a GPU that are only training's own queue running ahead."""
+    clock = [0.0]
+    monkeypatch.setattr("deltackpt.report.time.perf_counter", lambda: clock[0])
+    progress = SaveProgress("main", 0, lambda _: None, 0.0)
+    for now, event in [(1.0, progress.captured), (5.0, progress.waiting),
+                       (8.0, progress.mark_reached), (8.5, progress.mark_unlocked)]:  # fmt: skip
+        clock[0] = now
+        event()
+    assert progress.stall == 1.5
+    host = SaveProgress("main", 0, lambda _: None, 0.0)
+    for now, event in [(1.0, host.captured), (5.0, host.waiting), (8.5, host.mark_unlocked)]:
+        clock[0] = now
+        event()
+    assert host.stall == 4.5
