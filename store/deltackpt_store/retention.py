@@ -151,8 +151,10 @@ class Retention:
 def retire(store: Store, commits: Iterable[Commit]) -> None:
     """Take commits off their runs' lists, durably (StorageError). Idempotent.
 
-    The caller sees to it that none of them is needed; `apply` does.
+    The caller sees to it that none of them is needed; `apply` does. UnsupportedFormatError when
+    this package may only read the store.
     """
+    store.format.require("write", store.path)
     directories: set[str] = set()
     for commit in commits:
         directory = f"{store.path}/runs/{commit.run}"

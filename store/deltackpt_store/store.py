@@ -181,6 +181,18 @@ class Store(History):
                     self._bases.popitem(last=False)
         return snapshot
 
+    # pins ----------------------------------------------------------------------------------
+
+    def pin(self, name: str, commit: Commit) -> None:
+        """As `PinFiles.pin`; UnsupportedFormatError when this package may only read the store."""
+        self.format.require("write", self.path)
+        super().pin(name, commit)
+
+    def unpin(self, name: str) -> None:
+        """As `PinFiles.unpin`; UnsupportedFormatError when this package may only read the store."""
+        self.format.require("write", self.path)
+        super().unpin(name)
+
     # chunks --------------------------------------------------------------------------------
 
     def index(self) -> MemoryIndex:
