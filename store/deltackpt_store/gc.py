@@ -30,7 +30,12 @@ from dataclasses import dataclass, field
 
 from deltackpt_store import leases
 from deltackpt_store.doomed import Doomed, leftovers, unneeded
-from deltackpt_store.errors import ConflictError, DeltackptError, StorageError
+from deltackpt_store.errors import (
+    ConflictError,
+    DeltackptError,
+    StorageError,
+    UnsupportedFormatError,
+)
 from deltackpt_store.fileio import FileIO
 from deltackpt_store.generation import (
     Generation,
@@ -176,6 +181,8 @@ class _Collection:
         number = newest_number(self._io, self._root)
         try:
             return read_generation(self._io, self._root, number)
+        except UnsupportedFormatError:
+            raise  # what a newer collection may have condemned must not be lost sight of
         except DeltackptError as error:
             _log.warning("%s", error)
             return Generation(number=number)

@@ -29,6 +29,7 @@ from deltackpt_store.errors import (
     CorruptionError,
     InvalidInputError,
     NotFoundError,
+    StorageError,
     UnsupportedFormatError,
 )
 from deltackpt_store.fileio import FileIO
@@ -84,8 +85,12 @@ def golden(request: pytest.FixtureRequest) -> Golden:
 
 @pytest.fixture
 def copied(tmp_path: Path) -> Path:
-    """A copy of the newest golden store, to be changed."""
-    return Path(shutil.copytree(GOLDEN / VERSIONS[-1] / "store", tmp_path / "store"))
+    """A copy of the newest golden store, to be changed; without empty folders, as git copies it."""
+    path = Path(shutil.copytree(GOLDEN / VERSIONS[-1] / "store", tmp_path / "store"))
+    for folder in path.iterdir():
+        if folder.is_dir() and not any(folder.iterdir()):
+            folder.rmdir()
+    return path
 
 
 @pytest.fixture
@@ -411,17 +416,16 @@ def test_unknown_fields_of_manifests_commits_and_pins_are_ignored(copied: Path) 
 def test_a_newer_commit_is_not_passed_over_in_silence(copied: Path) -> None:
     """Restoring an older step than the newest because that one is unknown would lose training."""
     # case 164
-    golden, store = Golden(VERSIONS[-1]), Store.open(copied)
-    head = store.head("main")
-    rewrite_commit(copied, head, version=2)
+    golden = Golden(VERSIONS[-1])
+    rewrite_commit(copied, Store.open(copied).head("main"), version=2)
     state = {"table": torch.zeros(7, 256)}
     with pytest.raises(UnsupportedFormatError, match="version 2"):
         restore_into(copied, state, only="table")
     with pytest.raises(UnsupportedFormatError, match="version 2"):
         deltackpt.load(copied)
     golden.check(deltackpt.load(copied, step=3), golden.step("main", 3))
-    with pytest.raises((UnsupportedFormatError, CorruptionError)):
-        collect(store)
+    with pytest.raises((UnsupportedFormatError, CorruptionError), match="version 2"):
+        collect(Store.create(copied))
 
 
 def test_newer_manifests_packs_pins_and_values_are_called_newer(copied: Path) -> None:
@@ -451,6 +455,33 @@ def test_newer_manifests_packs_pins_and_values_are_called_newer(copied: Path) ->
     with pytest.raises(UnsupportedFormatError, match="newer"):
         Store.open(copied).read_pin("best")
     assert isinstance(Store.open(copied).pins().damaged[0].error, UnsupportedFormatError)
+
+
+def test_a_newer_generation_stops_an_older_collector(copied: Path) -> None:
+    """It would forget what the newer one has condemned and which numbers it has passed."""
+    # case 164
+    body = b"DCKPTGN\x02" + msgspec.msgpack.encode({"number": 7, "packs": [], "sieve": 1})
+    record = copied / "gc" / f"{7:020d}"
+    record.parent.mkdir(exist_ok=True)
+    record.write_bytes(body + blake3(body).digest())
+    before = listing(copied)
+    with pytest.raises(UnsupportedFormatError, match="version"):
+        collect(Store.open(copied))
+    assert [f for f in listing(copied) if "/gc/lock" not in f[0]] == before
+
+
+def test_a_copy_without_empty_folders_works(copied: Path) -> None:
+    """Version control and object stores do not keep empty folders; nothing may depend on them."""
+    # case 95
+    assert not (copied / "gc").exists()
+    with pytest.raises(StorageError):  # pins may have been in the folder that is gone
+        collect(Store.open(copied))
+    with Checkpointer(copied, {"w": torch.ones(3)}, writer="thread", run="new") as ckpt:
+        ckpt.save(1).result(60)
+    assert collect(Store.open(copied)).commits == [("main", 1)]
+    golden = Golden(VERSIONS[-1])
+    for expected in golden.expected["steps"]:
+        golden.check(deltackpt.load(copied, expected["run"], expected["step"]), expected)
 
 
 def test_golden_commits_are_canonical() -> None:
