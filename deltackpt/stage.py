@@ -146,6 +146,12 @@ def _host_bytes(source: Source, start: int, end: int) -> tuple[torch.Tensor, mem
     return data, memory(data)
 
 
+def _is_gone(source: Source) -> bool:
+    """Whether the storage of live data was resized since: then there is nothing to read."""
+    data = source.data
+    return data.untyped_storage().nbytes() < data.storage_offset() + data.numel()
+
+
 def versions_of(sources: Mapping[int, Source]) -> dict[int, int]:
     """Extent -> autograd version counter of its owner, for live sources that have one."""
     versions: dict[int, int] = {}
@@ -236,6 +242,8 @@ class HostStager:
         for unit in plan.live + plan.private:
             for extent, first, last in unit:
                 spec = layout.extents[extent]
+                if _is_gone(sources[extent]):
+                    raise StateError(f"{plan.keys[extent][0]} was resized", kind="torn")
                 start = first * spec.chunk_bytes
                 held, data = _host_bytes(sources[extent], start, last * spec.chunk_bytes)
                 for index in range(first, last):
@@ -298,7 +306,8 @@ class _Run:
             source, spec = self._job.sources[extent], self._job.layout.extents[extent]
             if source.live:
                 live += 1
-                self._check_size(extent, source)
+                if _is_gone(source):
+                    raise self._torn(extent)
             start, size = first * spec.chunk_bytes, spec.chunk_bytes
             held, data = _host_bytes(source, start, last * size)
             old, new = table.get(keys[extent]), self._new[extent]
@@ -324,12 +333,6 @@ class _Run:
             if now.get(extent) != before:
                 raise self._torn(extent)
         self._job.unlock()
-
-    def _check_size(self, extent: int, source: Source) -> None:
-        data = source.data
-        need = data.storage_offset() + data.numel()
-        if data.untyped_storage().nbytes() < need:
-            raise self._torn(extent)
 
     def _torn(self, extent: int) -> CorruptionError:
         path = self._plan.keys[extent][0]

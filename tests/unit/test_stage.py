@@ -207,6 +207,9 @@ def test_a_storage_that_was_resized_away_is_an_error_not_a_crash() -> None:
     tensor.untyped_storage().resize_(0)
     with pytest.raises(CorruptionError, match="offloaded"):
         stage(MemoryRing(), state)
+    stager = HostStager(seed=SEED, threads=1)
+    with pytest.raises(StateError, match="offloaded"):
+        list(stager.hash_all(state.layout, state.sources))
 
 
 def test_a_state_larger_than_the_ring_goes_through_in_waves() -> None:
