@@ -136,13 +136,18 @@ class _Stream:
 class _Kind:
     """What is known of all tensors of a kind."""
 
-    __slots__ = ("last", "noise", "share", "tensors")
+    __slots__ = ("last", "most", "noise", "share", "tensors")
 
     def __init__(self) -> None:
         self.share: dict[int, float] = {}
         self.noise: dict[int, int] = {}
+        self.most: dict[int, tuple[float, float]] = {}  # smallest and largest share seen
         self.tensors = 0  # probed with a reference
         self.last = ""
+
+    def alike(self) -> bool:
+        """Whether what was found for one of the kind says something about the others."""
+        return all(high <= 1.15 * low + 0.03 for low, high in self.most.values())
 
 
 def _kind(stream: str, dtype: str) -> str:
@@ -193,7 +198,7 @@ class CodingPolicy:
 
     def _adopt(self, known: _Stream, stream: str, dtype: str, candidates: tuple[int, ...]) -> None:
         kind = self._kinds.get(_kind(stream, dtype))
-        if kind is None or kind.tensors < _KIND_TENSORS or not stream:
+        if kind is None or kind.tensors < _KIND_TENSORS or not stream or not kind.alike():
             return
         for candidate in candidates:
             if candidate not in known.share and candidate in kind.share:
@@ -253,6 +258,8 @@ class CodingPolicy:
             kind.last = stream
         for codec, stored, noise in outcome.tried:
             share = stored / size
+            low, high = kind.most.get(codec, (share, share))
+            kind.most[codec] = min(low, share), max(high, share)
             kind.share[codec] = 0.5 * (kind.share.get(codec, share) + share)
             kind.noise[codec] = noise & kind.noise.get(codec, noise)
 

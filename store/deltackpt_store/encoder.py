@@ -70,7 +70,8 @@ class Encoder:
         for job, item, (outcome, chunk) in zip(jobs, work, results, strict=True):
             size = len(job.raw)
             self.policy.learn(job.stream, job.dtype, item.plan, outcome, size, outcome.best.stored)
-            if chunk is not None:
+            if chunk is not None and isinstance(item.reference, Stored):
+                self.references.prove(item.reference)
                 self.references.keep(item.id, chunk, copy=False)
             if self.policy.hurry:
                 self.hurried_chunks += 1

@@ -16,23 +16,29 @@ from deltackpt_store.errors import CorruptionError, DeltackptError
 from deltackpt_store.pack import Location, RecordHead
 
 CACHE_BYTES = 32 * 1024 * 1024
+_MAX_PROVED = 1 << 18
 
 
 class Stored(NamedTuple):
-    """A reference as it lies in its pack, still to be decoded."""
+    """A reference as it lies in its pack, still to be decoded.
+
+    `proved`: the same payload (by its hash, which has been checked) had the id when it was decoded
+    before.
+    """
 
     id: bytes
     head: RecordHead
     payload: memoryview
+    proved: bool = False
 
     def decode(self) -> memoryview:
-        """The chunk, proved by its id (CorruptionError). May run in any thread."""
+        """The chunk, proved by its id now or before (CorruptionError). May run in any thread."""
         if self.head.codec == codecs.RAW and len(self.payload) == self.head.raw:
             chunk = self.payload
         else:
             chunk = memoryview(bytearray(self.head.raw))
             codecs.decode(self.head.codec, self.head.params, self.payload, chunk)
-        if blake3(chunk).digest() != self.id:
+        if not self.proved and blake3(chunk).digest() != self.id:
             raise CorruptionError(
                 f"chunk {self.id.hex()} does not have that id any more", kind="damaged-chunk"
             )
@@ -51,6 +57,7 @@ class References:
         self._confirmer = confirmer
         self._kept: OrderedDict[bytes, memoryview] = OrderedDict()
         self._bytes = 0
+        self._proved: dict[bytes, int] = {}  # chunk id -> hash of the payload that has it
         self.budget = budget
         """Bytes of chunks kept in memory, the ones used last."""
         self.read_bytes = 0
@@ -73,7 +80,14 @@ class References:
             self._confirmer.forget(chunk_id)
             return None
         self.read_bytes += len(payload)
-        return Stored(chunk_id, head, payload)
+        proved = self._proved.get(chunk_id) == head.payload_hash
+        return Stored(chunk_id, head, payload, proved)
+
+    def prove(self, stored: Stored) -> None:
+        """Remember that a record has been decoded and had its id."""
+        if len(self._proved) >= _MAX_PROVED:
+            self._proved.clear()
+        self._proved[stored.id] = stored.head.payload_hash
 
     def keep(self, chunk_id: bytes, chunk: memoryview, *, copy: bool) -> None:
         """Remember a chunk within the budget; `copy` it when its memory will be written again."""
