@@ -144,13 +144,13 @@ class DeviceStager:
     ) -> Detection:
         plan, hasher = self._plan_for(layout, sources)
         known, self._table = self._table, None
-        self._runtime.wait(self._work, mark)
         check_sizes(sources, plan.extents.tolist(), [key[0] for key in plan.keys])
         hasher.set_addresses(plan.addresses(sources))
         if known is None or any(table.get(key) is not known[key] for key in plan.keys):
             self._digests = plan.digests_of(table)
             hasher.set_digests(words_of(self._digests))
             known = {}
+        self._runtime.wait(self._work, mark)  # only what follows reads training memory
         hasher.detect()
         return Detection(plan, hasher, self._digests, known, mark)
 
