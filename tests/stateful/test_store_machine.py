@@ -17,10 +17,12 @@ import numpy as np
 from damaging import DETECTED, damage, files
 from deltackpt_store import Commit, DeltackptError, Store
 from deltackpt_store.errors import NotFoundError
+from deltackpt_store.gc import collect
 from deltackpt_store.index import ChunkIndex, MemoryIndex
 from deltackpt_store.lmdb_index import open_index
 from deltackpt_store.manifest import ExtentSpec, Layout, Snapshot, TensorView
 from deltackpt_store.manifest_io import to_base, to_delta
+from deltackpt_store.retention import retire
 from deltackpt_store.store_writer import StoreWriter
 from deltackpt_store.testing.failing import FailingIO
 from deltackpt_store.verify import verify
@@ -153,17 +155,21 @@ class StoreMachine(RuleBasedStateMachine):
 
     # the writer ---------------------------------------------------------------------------
 
-    @initialize(lmdb=st.booleans())
-    def start(self, lmdb: bool) -> None:
-        self.open(lmdb)
+    @initialize(lmdb=st.booleans(), heeding=st.booleans())
+    def start(self, lmdb: bool, heeding: bool) -> None:
+        self.open(lmdb, heeding)
 
-    def open(self, lmdb: bool) -> None:
+    def open(self, lmdb: bool, heeding: bool) -> None:
+        """`heeding`: the writer shows itself to collectors, and looks out for them."""
+        self.heeding = heeding
         self.store = Store.create(self.path, io=self.io)
         if lmdb:
             self.index = open_index(self.store, directory=str(self.top / "index"))
         else:
             self.index = self.store.index()
         self.writer = StoreWriter(self.store, index=self.index, pack_bytes=5000)
+        if heeding:
+            self.writer.heed()
 
     def close(self) -> None:
         if self.writer is not None:
@@ -172,8 +178,9 @@ class StoreMachine(RuleBasedStateMachine):
             self.index.close()
         self.writer = self.index = None
 
-    @rule(lmdb=st.booleans(), cache=st.sampled_from(["keep", "delete", "damage"]), seed=SEEDS)
-    def restart(self, lmdb: bool, cache: str, seed: int) -> None:
+    @rule(lmdb=st.booleans(), cache=st.sampled_from(["keep", "delete", "damage"]), seed=SEEDS,
+          heeding=st.booleans())  # fmt: skip
+    def restart(self, lmdb: bool, cache: str, seed: int, heeding: bool) -> None:
         self.close()
         rng = random.Random(seed)
         if cache == "delete":
@@ -181,12 +188,14 @@ class StoreMachine(RuleBasedStateMachine):
         elif cache == "damage" and (self.top / "index").exists():
             victim = rng.choice(sorted((self.top / "index").iterdir()))
             victim.write_bytes(damage(victim.read_bytes() or b"\0", rng))
-        self.open(lmdb)
+        self.open(lmdb, heeding)
 
     # saving -------------------------------------------------------------------------------
 
     def save(self, run: str, step: int, parent: Saved | None, content: Content) -> Commit:
         assert self.writer is not None
+        if self.heeding:
+            self.writer.heed()
         layout = layout_of(content)
         parts = [content[path] for path in layout.paths[: len(layout.extents)]]
         head = base = None
@@ -297,14 +306,37 @@ class StoreMachine(RuleBasedStateMachine):
             self.store.pin(name, self.store.read_commit(run, saved.number))
             self.model.pins[name] = run, saved.number
 
-    @rule(run=RUNS, back=st.integers(0, 5))
+    @rule(run=RUNS, back=st.integers(1, 5))
     def retire(self, run: str, back: int) -> None:
-        """What retention does; one commit of a run always stays."""
+        """What retention does, pins or not; the head always stays."""
         live = self.model.live(run)
         if len(live) > 1:
             saved = live[-1 - min(back, len(live) - 1)]
-            (self.path / "runs" / run / f"{saved.number:020d}.retired").touch()
+            retire(self.store, [self.store.read_commit(run, saved.number)])
             self.model.retired.add((run, saved.number))
+
+    @rule(dry=st.booleans())
+    def collect(self, dry: bool) -> None:
+        """Beside the writer, which goes on with what is left."""
+        asked = 0
+
+        def heed(writers: list[str]) -> bool:
+            nonlocal asked
+            assert self.writer is not None
+            self.writer.heed()
+            asked += 1
+            return asked < 20
+
+        before = files(self.path)
+        collect(Store.open(self.path), dry_run=dry, wait=heed)
+        assert asked < 20
+        if dry:
+            assert files(self.path) == before
+            return
+        pinned = set(self.model.pins.values())
+        for run, number in self.model.retired - pinned:
+            record = self.path / "runs" / run / f"{number:020d}"
+            assert not record.exists()
 
     # damage -------------------------------------------------------------------------------
 
@@ -320,7 +352,8 @@ class StoreMachine(RuleBasedStateMachine):
         else:
             victim.write_bytes(damage(content, rng))
         try:
-            for (run, number), saved in self.model.saved.items():
+            for run, number in self.model.saved.keys() - self.model.retired:
+                saved = self.model.saved[run, number]
                 with contextlib.suppress(*DETECTED):
                     store = Store.open(self.path)
                     assert restore(store, store.read_commit(run, number)) == saved.content
@@ -347,6 +380,8 @@ class StoreMachine(RuleBasedStateMachine):
             assert restore(store, commits[live.index(saved)]) == saved.content
         pins = {name: (pin.run, pin.number) for name, pin in store.pins().items()}
         assert pins == self.model.pins
+        for name, key in pins.items():
+            assert restore(store, store.pinned(name)) == self.model.saved[key].content
         with contextlib.suppress(FileNotFoundError):
             leftovers = [p for p in self.path.rglob(".tmp-*") if p.parent.name != "gc"]
             assert self.io.failed or not leftovers
