@@ -1,0 +1,60 @@
+"""Durations and shares as people type them: ``6h``, ``1h30m``, ``90s``, ``2%``."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+import click
+
+_UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
+_PIECE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(ms|min|s|m|h|d|w)?\s*")
+
+
+def parse_duration(text: str) -> float:
+    """Seconds. A bare number counts as seconds. ValueError for anything else."""
+    position, total = 0, 0.0
+    while position < len(text) or not position:
+        match = _PIECE.match(text, position)
+        if match is None or not match[0]:
+            raise ValueError(f"{text!r} is no duration: write for example 90s, 45m, 6h or 1d12h")
+        total += float(match[1]) * _UNITS[match[2] or "s"]
+        position = match.end()
+    return total
+
+
+def parse_share(text: str) -> float:
+    """``2%`` or ``0.02`` as 0.02. ValueError unless between 0 and 1 (exclusive)."""
+    try:
+        value = float(text[:-1]) / 100 if text.endswith("%") else float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 < value < 1:
+        raise ValueError(f"{text!r} is no share: write for example 2% or 0.02")
+    return value
+
+
+if TYPE_CHECKING:  # older versions of click do not know the argument
+    _ParamType = click.ParamType[float]
+else:
+    _ParamType = click.ParamType
+
+
+class _Parsed(_ParamType):
+    def __init__(self, name: str, parse: Any) -> None:
+        self.name = name
+        self._parse = parse
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        if isinstance(value, float):
+            return value
+        try:
+            return self._parse(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+DURATION = _Parsed("duration", parse_duration)
+SHARE = _Parsed("share", parse_share)
