@@ -1,0 +1,100 @@
+"""``deltackpt watch``: the saves of a running training, live."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+
+import click
+
+from deltackpt_tools.history_stat import seconds
+from deltackpt_tools.output import (
+    counted,
+    document,
+    json_option,
+    moment,
+    safe,
+    size,
+    store_argument,
+    table,
+    write_json,
+)
+from deltackpt_tools.watching import StoreState, look, watch
+
+_CLEAR = "\x1b[H\x1b[J"
+
+
+def _bytes(value: int | None) -> str:
+    return "-" if value is None else size(value)
+
+
+def lines(state: StoreState) -> list[str]:
+    """The state as text; one row per run, the one saved to last first."""
+    backlog = "nothing in flight"
+    if state.in_flight_bytes:
+        backlog = f"{size(state.in_flight_bytes)} being written"
+    rows = [["run", "step", "saved", "every", "stall", "staged in", "durable in", "state",
+             "staged", "new", "skipped", "metrics", "last writer"]]  # fmt: skip
+    for run in state.runs:
+        rows.append(
+            [
+                run.run,
+                str(run.step),
+                f"{seconds(run.age)} ago",
+                seconds(run.interval),
+                seconds(run.stall),
+                seconds(run.staged),
+                seconds(run.durable),
+                _bytes(run.state_bytes),
+                _bytes(run.staged_bytes),
+                _bytes(run.written_bytes),
+                str(run.skipped),
+                " ".join(f"{safe(k)}={v:.5g}" for k, v in run.metrics.items()) or "-",
+                safe(run.writer or "-"),
+            ]
+        )
+    head = f"{state.store}  {moment(state.time)}  {counted(len(state.runs), 'run')}, {backlog}"
+    return [head, *table(rows, right=frozenset(range(1, 11)))] if state.runs else [head]
+
+
+@click.command("watch")
+@store_argument
+@click.argument("run", required=False)
+@click.option("--once", is_flag=True, help="Show the present state and end.")
+@click.option(
+    "--interval",
+    type=click.FloatRange(min=0.05),
+    default=1.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Time between two looks.",
+)
+@json_option
+def command(store_path: str, run: str | None, once: bool, interval: float, as_json: bool) -> None:
+    """Watch a running training save: newest step, stall, time until staged and durable, bytes.
+
+    Looks at the store only, so it works from any machine that sees it. On a terminal the picture is
+    renewed in place; otherwise (and with --json, one document a line) it is printed again whenever
+    a step was saved. 'being written' are bytes that belong to no step yet. Ctrl-C ends it.
+    """
+    live = sys.stdout.isatty() and not as_json and not once
+    for state in _states(store_path, run, once, live, interval):
+        if as_json:
+            write_json(document("watch", **state.to_dict()))
+        else:
+            text = "\n".join(lines(state))
+            click.echo(_CLEAR + text if live else text)
+        sys.stdout.flush()
+
+
+def _states(
+    store_path: str, run: str | None, once: bool, live: bool, interval: float
+) -> Iterator[StoreState]:
+    if once:
+        yield look(store_path, run)
+    elif not live:
+        yield from watch(store_path, run, poll=interval)
+    while live:  # the ages go on even when nothing else does
+        yield look(store_path, run)
+        time.sleep(interval)

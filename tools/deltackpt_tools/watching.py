@@ -1,0 +1,168 @@
+"""``deltackpt_tools.watch``: what a running training is saving, seen from the store alone.
+
+Every save leaves its figures in its commit, and what is being written lies in the store as
+temporary files until it is published; a writer at work holds the lock of its run. So a store is
+watched by looking at it, from any machine that sees it, without the trainer's help.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from deltackpt_store.errors import DeltackptError
+from deltackpt_store.fileio import TEMPORARY_PREFIX, read_file
+from deltackpt_store.manifest import Commit
+from deltackpt_store.store import Store
+
+from deltackpt_tools.frames import as_dict, frame
+from deltackpt_tools.history_stat import durable_seconds
+from deltackpt_tools.named import StoreLike, as_store
+
+
+@dataclass(frozen=True, slots=True)
+class RunState:
+    """The newest save of one run. Times in seconds, sizes in bytes; None when not recorded."""
+
+    run: str
+    step: int
+    number: int
+    saves: int
+    age: float
+    """Since the commit was made (by the clock of the trainer's machine)."""
+    interval: float | None
+    """Between the last two commits."""
+    stall: float | None
+    staged: float | None
+    durable: float | None
+    state_bytes: int | None
+    staged_bytes: int | None
+    written_bytes: int | None
+    skipped: int
+    metrics: dict[str, float]
+    writer: str | None
+    """Who locked the run last, as ``pid@host``: it may have ended since."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return as_dict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class StoreState:
+    store: str
+    time: float
+    in_flight_bytes: int
+    """Bytes of packs that are being written and belong to no step yet: the backlog."""
+    runs: tuple[RunState, ...]
+    """The one saved to last first."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return as_dict(self)
+
+    def to_dataframe(self) -> Any:
+        """A pandas DataFrame with one row per run."""
+        return frame([run.to_dict() for run in self.runs])
+
+
+def look(store: StoreLike, run: str | None = None, *, now: float | None = None) -> StoreState:
+    """The present state of all runs (or of `run`). Reads the newest commits only."""
+    where = as_store(store)
+    moment = time.time() if now is None else now
+    states: list[RunState] = []
+    for name in where.runs() if run is None else [run]:
+        state = _state(where, name, moment)
+        if state is not None:
+            states.append(state)
+    states.sort(key=lambda state: state.age)
+    return StoreState(where.path, moment, _in_flight(where), tuple(states))
+
+
+def watch(store: StoreLike, run: str | None = None, *, poll: float = 1.0) -> Iterator[StoreState]:
+    """The state now, and again whenever a step was saved or bytes in flight changed. Never ends.
+
+    `poll` is the time between two looks, in seconds.
+    """
+    where = as_store(store)
+    last: object = None
+    while True:
+        state = look(where, run)
+        seen = (state.in_flight_bytes, [(one.run, one.number) for one in state.runs])
+        if seen != last:
+            last = seen
+            yield state
+        time.sleep(poll)
+
+
+def _state(store: Store, run: str, now: float) -> RunState | None:
+    numbers = store.numbers(run)
+    newest: list[Commit] = []
+    for number in reversed(numbers):
+        try:
+            newest.append(store.read_commit(run, number))
+        except DeltackptError:  # being collected, or damaged: `log` and `verify` tell
+            continue
+        if len(newest) == 2:
+            break
+    if not newest:
+        return None
+    commit, stats = newest[0], newest[0].stats
+    interval = None
+    if len(newest) == 2 and newest[1].created < commit.created:
+        interval = commit.created - newest[1].created
+
+    def count(name: str) -> int | None:
+        return None if name not in stats else int(stats[name])
+
+    return RunState(
+        run=run,
+        step=commit.step,
+        number=commit.number,
+        saves=len(numbers),
+        age=max(0.0, now - commit.created),
+        interval=interval,
+        stall=stats.get("stall_seconds"),
+        staged=stats.get("staged_seconds"),
+        durable=durable_seconds(stats),
+        state_bytes=count("state_bytes"),
+        staged_bytes=count("staged_bytes"),
+        written_bytes=count("written_bytes"),
+        skipped=count("skipped") or 0,
+        metrics=dict(commit.metrics),
+        writer=_holder(store, run),
+    )
+
+
+def _holder(store: Store, run: str) -> str | None:
+    """Process and host in the run's lock file. The lock itself is not tried: that would take it."""
+    try:
+        found: Any = json.loads(read_file(store.io, f"{store.path}/runs/{run}/.lock", 1000))
+        return f"{int(found['pid'])}@{str(found['host'])[:100]}"
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _in_flight(store: Store) -> int:
+    """Bytes of temporary pack files. They come and go while one looks."""
+    total = 0
+    for folder in _list(store, "packs"):
+        for name in _list(store, f"packs/{folder}"):
+            if name.startswith(TEMPORARY_PREFIX):
+                try:
+                    handle = store.io.open(f"{store.path}/packs/{folder}/{name}")
+                except OSError:
+                    continue
+                try:
+                    total += store.io.size(handle)
+                finally:
+                    store.io.close(handle)
+    return total
+
+
+def _list(store: Store, folder: str) -> list[str]:
+    try:
+        return store.io.list(f"{store.path}/{folder}")
+    except OSError:
+        return []
