@@ -20,6 +20,7 @@ from deltackpt_tools.output import (
 from deltackpt_tools.progress import Progress
 from deltackpt_tools.stores import open_store
 from deltackpt_tools.usage import RunUsage, Usage, measure
+from deltackpt_tools.usage_modules import ModuleUsage, measure_modules
 
 
 def _lines(path: str, usage: Usage) -> list[str]:
@@ -48,6 +49,15 @@ def _lines(path: str, usage: Usage) -> list[str]:
     return lines
 
 
+def _module_lines(modules: list[ModuleUsage]) -> list[str]:
+    rows = [["module", "total", "only here", "shared", "newest step", "chunks"]]
+    for one in modules:
+        sizes = (one.total_bytes, one.unique_bytes, one.shared_bytes, one.newest_bytes)
+        rows.append([safe(one.module), *map(size, sizes), str(one.chunks)])
+    right = frozenset({1, 2, 3, 4, 5})
+    return ["", "modules, over all steps", *(f"  {line}" for line in table(rows, right=right))]
+
+
 def _run_lines(run: RunUsage) -> list[str]:
     head = (
         f"run {run.run}: {counted(len(run.steps), 'step')}, {size(run.total)}, "
@@ -63,7 +73,7 @@ def _run_lines(run: RunUsage) -> list[str]:
     return [head, *(f"  {line}" for line in table(rows, right=right))]
 
 
-def _document(path: str, usage: Usage) -> dict[str, Any]:
+def _document(path: str, usage: Usage, modules: list[ModuleUsage]) -> dict[str, Any]:
     return document(
         "du",
         store=path,
@@ -95,27 +105,38 @@ def _document(path: str, usage: Usage) -> dict[str, Any]:
             }
             for run in usage.runs
         ],
+        modules=[one.to_dict() for one in modules],
         unreadable=[{"what": what, "reason": why} for what, why in usage.unreadable],
     )
 
 
 @click.command("du")
 @store_argument
+@click.option(
+    "--depth",
+    type=click.IntRange(min=1),
+    help="Also by module: the first N parts of the tensors' paths (parts end at '/' and '.').",
+)
 @json_option
 @click.pass_context
-def command(context: click.Context, store_path: str, as_json: bool) -> None:
-    """Show where the bytes are, by run and step.
+def command(context: click.Context, store_path: str, depth: int | None, as_json: bool) -> None:
+    """Show where the bytes are, by run and step, and with --depth by module.
 
-    'total' is what a step needs, 'only here' what no other step needs (and would become free
-    without it), 'added' what no step listed before it needs. Exit code 3 when something could not
-    be read and is not counted.
+    'total' is what a step (or module) needs, 'only here' what no other step (module) needs and
+    would become free without it, 'added' what no step listed before it needs. Exit code 3 when
+    something could not be read and is not counted.
     """
     store = open_store(store_path)
     with Progress("steps", unit="") as progress:
         usage = measure(store, progress.update)
+    modules: list[ModuleUsage] = []
+    if depth is not None:
+        with Progress("modules", unit="") as progress:
+            modules = measure_modules(store, depth, progress.update)
     if as_json:
-        write_json(_document(store.path, usage))
+        write_json(_document(store.path, usage, modules))
     else:
-        click.echo("\n".join(_lines(store.path, usage)))
+        lines = _lines(store.path, usage)
+        click.echo("\n".join(lines + (_module_lines(modules) if modules else [])))
     missing = any(step.missing for run in usage.runs for step in run.steps)
     context.exit(Exit.PARTIAL if usage.unreadable or missing else Exit.OK)

@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 from deltackpt_store.manifest import Commit
+from deltackpt_store.store import Store
 
 from deltackpt_tools.describe import Description, describe
 from deltackpt_tools.exits import Exit
@@ -21,6 +22,8 @@ from deltackpt_tools.output import (
     table,
     write_json,
 )
+from deltackpt_tools.pieces import ChunkDetails, TensorDetails, show_chunk, show_tensor
+from deltackpt_tools.progress import Progress
 from deltackpt_tools.stores import label, open_store, short
 
 
@@ -123,6 +126,62 @@ def _document(path: str, description: Description) -> dict[str, Any]:
     )
 
 
+def _tensor_lines(details: TensorDetails) -> list[str]:
+    tensor = details.tensor
+    rows = [
+        ["of", f"{details.run}@{details.step}"],
+        ["dtype", f"{tensor['dtype']} {tensor['shape']}, {size(tensor['bytes'])}"],
+        ["looks at", f"extent {tensor['extent']} from byte {tensor['offset']}, "
+                     f"strides {tensor['stride']}"],
+        ["device", safe(tensor["device"])],
+        ["digest", details.digest],
+    ]  # fmt: skip
+    if details.notes:
+        rows.append(["notes", safe(", ".join(details.notes))])
+    lines = [safe(tensor["path"]), *(f"  {line}" for line in table(rows))]
+    chunks = [["chunk", "id", "bytes", "stored", "codec", "pack", "at byte", "coded against"]]
+    for chunk in details.chunks:
+        head = [str(chunk.index), chunk.id[:16], size(chunk.bytes)]
+        if chunk.place is None:
+            chunks.append([*head, "missing"])
+            continue
+        place = chunk.place
+        chunks.append(
+            [*head, size(place.stored_bytes), place.codec, place.pack, str(place.offset),
+             ", ".join(ref[:16] for ref in place.references)]
+        )  # fmt: skip
+    if len(chunks) == 1:
+        return [*lines, "", "its bytes lie in the manifest"]
+    return [*lines, "", *(f"  {line}" for line in table(chunks, right=frozenset({0, 2, 3, 6})))]
+
+
+def _chunk_lines(details: ChunkDetails) -> list[str]:
+    places = [["pack", "at byte", "stored", "codec", "coded against"]]
+    for place in details.places:
+        places.append(
+            [place.pack, str(place.offset), size(place.stored_bytes), place.codec,
+             ", ".join(ref[:16] for ref in place.references) or "-"]
+        )  # fmt: skip
+    lines = [
+        f"chunk {details.id}",
+        f"  {size(details.bytes)}, in {counted(len(details.places), 'place')}, "
+        f"{counted(details.referenced_by, 'chunk')} coded against it",
+        "",
+        *(f"  {line}" for line in table(places, right=frozenset({1, 2}))),
+        "",
+    ]
+    if not details.uses:
+        return [*lines, "no step needs it"]
+    uses: dict[tuple[str, int], list[str]] = {}
+    for use in details.uses:
+        uses.setdefault((use.tensor, use.index), []).append(f"{use.run}@{use.step}")
+    rows = [["part of", "chunk", "in steps"]]
+    for (tensor, index), steps in uses.items():
+        shown = ", ".join(steps[:6]) + (f", ... ({len(steps)} in all)" if len(steps) > 6 else "")
+        rows.append([safe(tensor), str(index), shown])
+    return lines + table(rows, right=frozenset({1}))
+
+
 @click.command("show")
 @store_argument
 @click.argument("step", default="latest")
@@ -133,18 +192,41 @@ def _document(path: str, description: Description) -> dict[str, Any]:
     metavar="GLOB",
     help="Only tensors and values whose path matches (may be repeated; '*' crosses '/').",
 )
+@click.option("--tensor", metavar="PATH", help="One tensor of the step, chunk by chunk.")
+@click.option(
+    "--chunk", metavar="ID", help="One chunk (begin of its id): where it lies and who needs it."
+)
 @json_option
 @click.pass_context
 def command(
-    context: click.Context, store_path: str, step: str, globs: tuple[str, ...], as_json: bool
+    context: click.Context,
+    store_path: str,
+    step: str,
+    globs: tuple[str, ...],
+    tensor: str | None,
+    chunk: str | None,
+    as_json: bool,
 ) -> None:
     """Show what one step consists of: tensors, values, environment, how it is stored.
 
     STEP is RUN@STEP, @STEP, RUN, a pin, or 'latest' (the default). Reads the manifest and the
-    tables of the packs, not the data: 'verify' checks that. Exit code 3 when a pack is damaged or
-    a chunk is missing.
+    tables of the packs, not the data: 'verify' checks that. With --tensor or --chunk, one of them
+    is shown closely instead. Exit code 3 when a pack is damaged or a chunk is missing.
     """
     store = open_store(store_path)
+    if tensor is not None and chunk is not None:
+        raise click.UsageError("--tensor and --chunk cannot be combined")
+    if chunk is not None:
+        _show_chunk(store, chunk, as_json)
+        return
+    if tensor is not None:
+        details = show_tensor(store, tensor, step)
+        if as_json:
+            write_json(document("show-tensor", **details.to_dict()))
+        else:
+            click.echo("\n".join(_tensor_lines(details)))
+        missing = any(one.place is None for one in details.chunks)
+        context.exit(Exit.PARTIAL if missing else Exit.OK)
     description = describe(store, store.resolve_name(step), globs)
     if as_json:
         write_json(_document(store.path, description))
@@ -152,3 +234,12 @@ def command(
         click.echo("\n".join(_lines(description)))
     partial = description.damaged_packs or description.stored.missing
     context.exit(Exit.PARTIAL if partial else Exit.OK)
+
+
+def _show_chunk(store: Store, chunk: str, as_json: bool) -> None:
+    with Progress("steps", unit="") as progress:
+        details = show_chunk(store, chunk, progress.update)
+    if as_json:
+        write_json(document("show-chunk", **details.to_dict()))
+    else:
+        click.echo("\n".join(_chunk_lines(details)))

@@ -12,7 +12,7 @@ from typing import Any, cast
 import msgspec
 import numpy as np
 from deltackpt_store import codecs
-from deltackpt_store.manifest import Commit, Snapshot, TensorView, element_bytes
+from deltackpt_store.manifest import Commit, ExtentSpec, Snapshot, TensorView, element_bytes
 from deltackpt_store.store import Store
 
 from deltackpt_tools.output import counted
@@ -46,9 +46,14 @@ class TensorRow:
     view: TensorView
     nbytes: int
     stored: Stored
-    inline: bool
+    spec: ExtentSpec
     tied: tuple[str, ...]
     """Other paths that look at the same bytes."""
+
+    @property
+    def inline(self) -> bool:
+        """Whether the bytes lie in the manifest."""
+        return self.spec.inline
 
     def notes(self) -> list[str]:
         view = self.view
@@ -146,7 +151,7 @@ def describe(store: Store, commit: Commit, globs: Sequence[str] = ()) -> Descrip
                     view,
                     prod(view.shape) * element_bytes(view.dtype),
                     per_extent.get(view.extent, Stored()),
-                    layout.extents[view.extent].inline,
+                    layout.extents[view.extent],
                     others,
                 )
             )

@@ -65,21 +65,21 @@ class Usage:
     """What could not be read, and so is not counted: (what, why)."""
 
 
-class _Catalogue:
+class Catalogue:
     """Every stored chunk once: its key, its stored bytes, and what it is coded against."""
 
     def __init__(self, store: Store) -> None:
         index = store.index()
         tables = [e for e in map(index.entries, sorted(index.packs())) if e is not None]
-        keys = _joined([_keys(entries.ids) for entries in tables], np.uint64)
-        stored = _joined([entries.table["stored"].astype(np.int64) for entries in tables], np.int64)
+        keys = joined([chunk_keys(entries.ids) for entries in tables], np.uint64)
+        stored = joined([entries.table["stored"].astype(np.int64) for entries in tables], np.int64)
         self.all_stored = int(stored.sum())
         self.keys, first = np.unique(keys, return_index=True)
         self.stored: NDArray[np.int64] = stored[first]
-        owners = [np.repeat(_keys(e.ids), e.table["refs"]) for e in tables if len(e.refs)]
-        targets = [_keys(e.refs) for e in tables if len(e.refs)]
-        self._from = self.find(_joined(owners, np.uint64))[0]
-        self._to, self._known = self.find(_joined(targets, np.uint64))
+        owners = [np.repeat(chunk_keys(e.ids), e.table["refs"]) for e in tables if len(e.refs)]
+        targets = [chunk_keys(e.refs) for e in tables if len(e.refs)]
+        self._from = self.find(joined(owners, np.uint64))[0]
+        self._to, self._known = self.find(joined(targets, np.uint64))
 
     def find(self, keys: Keys) -> tuple[NDArray[np.intp], NDArray[np.bool_]]:
         """Place of each key, and whether it is there at all."""
@@ -100,11 +100,13 @@ class _Catalogue:
         return np.flatnonzero(reached)
 
 
-def _keys(ids: NDArray[np.uint8]) -> Keys:
+def chunk_keys(ids: NDArray[np.uint8]) -> Keys:
+    """The first eight bytes of every id."""
     return np.ascontiguousarray(ids[:, :8]).view(np.uint64).reshape(-1)
 
 
-def _joined(arrays: list[NDArray[Any]], dtype: type[Any]) -> NDArray[Any]:
+def joined(arrays: list[NDArray[Any]], dtype: type[Any]) -> NDArray[Any]:
+    """All arrays one after the other; of `dtype` when there is none."""
     return np.concatenate(arrays) if arrays else np.empty(0, dtype)
 
 
@@ -114,8 +116,8 @@ def measure(store: Store, progress: Callable[[int, int], None] | None = None) ->
     `progress(done, total)` counts commits. What cannot be read is listed, never guessed at.
     """
     unreadable: list[tuple[str, str]] = []
-    commits = _commits(store, unreadable)
-    catalogue = _Catalogue(store)
+    commits = all_commits(store, unreadable)
+    catalogue = Catalogue(store)
     unreadable += [(f"packs/{n}", e.message) for n, e in sorted(store.packs.damaged.items())]
     size = len(catalogue.keys)
     reached = np.zeros(size, np.int64)  # by how many steps
@@ -172,7 +174,7 @@ def measure(store: Store, progress: Callable[[int, int], None] | None = None) ->
     )
 
 
-def _commits(store: Store, unreadable: list[tuple[str, str]]) -> list[tuple[str, list[Commit]]]:
+def all_commits(store: Store, unreadable: list[tuple[str, str]]) -> list[tuple[str, list[Commit]]]:
     """All commits by run, pinned ones that their run no longer lists included."""
     found: dict[str, dict[int, Commit]] = {}
     for run in store.runs():
@@ -209,8 +211,8 @@ def _forks_last(runs: list[tuple[str, list[Commit]]]) -> list[tuple[str, list[Co
     return list(ordered.items())
 
 
-def _places(snapshot: Snapshot, catalogue: _Catalogue, step: StepUsage) -> NDArray[np.intp]:
-    keys = np.unique(_joined([_keys(ids) for ids in snapshot.chunks.values()], np.uint64))
+def _places(snapshot: Snapshot, catalogue: Catalogue, step: StepUsage) -> NDArray[np.intp]:
+    keys = np.unique(joined([chunk_keys(ids) for ids in snapshot.chunks.values()], np.uint64))
     places, known = catalogue.find(keys)
     step.missing = int((~known).sum())
     return catalogue.closure(places[known])

@@ -1,0 +1,99 @@
+"""Where the bytes are by module: stored chunks counted by the parts of the model that hold them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from deltackpt_store.errors import DeltackptError
+from deltackpt_store.store import Store
+from numpy.typing import NDArray
+
+from deltackpt_tools.frames import as_dict
+from deltackpt_tools.module_paths import fold, natural
+from deltackpt_tools.usage import Catalogue, Keys, all_commits, chunk_keys, joined
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleUsage:
+    """Stored bytes that the tensors below one prefix hold, over all steps, each chunk once."""
+
+    module: str
+    total_bytes: int
+    unique_bytes: int
+    """Of chunks that no other module holds: what would become free without it."""
+    newest_bytes: int
+    """What the newest step of any run that has the module needs for it."""
+    chunks: int
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.total_bytes - self.unique_bytes
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**as_dict(self), "shared_bytes": self.shared_bytes}
+
+
+def measure_modules(
+    store: Store, depth: int, progress: Callable[[int, int], None] | None = None
+) -> list[ModuleUsage]:
+    """Add up by module of `depth` parts, the largest first; reads commits, manifests and pack
+    tables. Steps that cannot be read are passed over (`measure` lists them).
+
+    Bytes that several tensors share count for each of their modules, and as unique for none. What
+    a chunk is coded against counts for the module as well.
+    """
+    catalogue = Catalogue(store)
+    keys: dict[str, Keys] = {}
+    newest: dict[str, Keys] = {}
+    commits = [commit for _, of_run in all_commits(store, []) for commit in of_run]
+    seen: dict[str, list[NDArray[np.uint8]]] = {}
+    for done, commit in enumerate(commits):
+        try:
+            snapshot = store.snapshot(commit)
+        except DeltackptError:
+            continue
+        arrays: dict[str, list[NDArray[np.uint8]]] = {}
+        layout = snapshot.layout
+        for view in layout.tensors:
+            ids = snapshot.chunks.get(view.extent)
+            if ids is not None:
+                arrays.setdefault(fold(layout.paths[view.slot], depth), []).append(ids)
+        for module, present in arrays.items():
+            before = seen.get(module, [])
+            same = len(before) == len(present) and all(
+                a is b for a, b in zip(before, present, strict=True)
+            )
+            if same:
+                continue
+            seen[module] = present
+            mine = np.unique(joined([chunk_keys(ids) for ids in present], np.uint64))
+            newest[module] = mine
+            known = keys.get(module)
+            keys[module] = mine if known is None else np.union1d(known, mine)
+        if progress is not None:
+            progress(done + 1, len(commits))
+    places = {module: _places(catalogue, wanted) for module, wanted in keys.items()}
+    holders = np.zeros(len(catalogue.keys), np.int32)
+    for mine in places.values():
+        holders[mine] += 1
+    found: list[ModuleUsage] = []
+    for module, mine in places.items():
+        stored = catalogue.stored[mine]
+        found.append(
+            ModuleUsage(
+                module=module,
+                total_bytes=int(stored.sum()),
+                unique_bytes=int(stored[holders[mine] == 1].sum()),
+                newest_bytes=int(catalogue.stored[_places(catalogue, newest[module])].sum()),
+                chunks=len(mine),
+            )
+        )
+    return sorted(found, key=lambda one: (-one.total_bytes, natural(one.module)))
+
+
+def _places(catalogue: Catalogue, keys: Keys) -> NDArray[np.intp]:
+    places, known = catalogue.find(keys)
+    return catalogue.closure(places[known])
