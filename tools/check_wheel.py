@@ -25,7 +25,7 @@ PACKAGES = {
     "deltackpt_store": ROOT / "store" / "deltackpt_store",
     "deltackpt_tools": ROOT / "tools" / "deltackpt_tools",
 }
-SUFFIXES = {".py", ".pyi"}
+SUFFIXES = {".py", ".pyi", ".css", ".js"}  # the last two: of the report page
 ENTRY_POINT = "deltackpt = deltackpt_tools.cli:main"
 
 

@@ -46,6 +46,7 @@ class SmallStore:
         parent: Commit | None = None,
         base: Commit | None = None,
         metrics: Mapping[str, float] | None = None,
+        stats: Mapping[str, float] | None = None,
         environment: Mapping[str, Any] | None = None,
     ) -> Commit:
         """Commit one step. `tied` maps a path to the path whose bytes it shares; `base` (of equal
@@ -82,7 +83,8 @@ class SmallStore:
             run=run, step=step, parent=parent, manifest=digest,
             base=None if base is None else base.manifest, root=manifest.root, packs=closure,
             metrics=metrics, versions={"deltackpt": "0.1.0"},
-            stats={"state_bytes": float(sum(map(len, raw))), "written_bytes": float(written)},
+            stats={"state_bytes": float(sum(map(len, raw))), "written_bytes": float(written),
+                   **(stats or {})},
         )  # fmt: skip
 
     @staticmethod

@@ -22,6 +22,8 @@ from small_store import SmallStore, pattern
 
 DOCS = Path(__file__).parents[2] / "docs" / "cli.md"
 ENVIRONMENT = {"torch": "2.13.0", "world": 1}
+STATS = {"stall_seconds": 0.02, "staged_seconds": 0.05, "writer_seconds": 0.2,
+         "encode_seconds": 0.1, "flush_seconds": 0.1}  # fmt: skip
 VALUES = {"optimizer/lr": 0.001, "meta/names": ("a", "b"), "meta/none": None}
 
 
@@ -57,7 +59,7 @@ class Fixture:
         tensors = {"model/w": weight, "model/b": bias}
         return self.small.save(
             run, step, tensors, VALUES, tied={"model/head": "model/w"}, environment=ENVIRONMENT,
-            **more,
+            stats=STATS, **more,
         )  # fmt: skip
 
     def file(self, pattern: str) -> Path:
@@ -256,6 +258,16 @@ SIDE = {"store": str, "run": str, "step": int, "number": int, "root": str}
 PARENT = {"run": str, "number": int, "step": OPTIONAL_INT, "digest": str}
 STORED = {"chunks": int, "raw_bytes": int, "stored_bytes": int, "codecs": dict,
           "missing_chunks": int}  # fmt: skip
+ADVICE = {
+    "store": str, "run": str, "saves": int, "mtbf": NUMBER, "overhead_limit": OPTIONAL_NUMBER,
+    "stall": NUMBER, "durable": NUMBER, "restore": NUMBER, "restore_measured": bool,
+    "step_seconds": OPTIONAL_NUMBER, "interval": OPTIONAL_NUMBER, "every": OPTIONAL_INT,
+    "young": NUMBER, "daly": NUMBER, "best_interval": NUMBER, "best_every": OPTIONAL_INT,
+    "bound": str, "lost": OPTIONAL_NUMBER, "best_lost": NUMBER, "waste": OPTIONAL_NUMBER,
+    "best_waste": NUMBER, "writer_busy": OPTIONAL_NUMBER,
+    "storage_keeps_up": (bool, type(None)), "ring_keeps_up": (bool, type(None)),
+    "skipped": int, "write_speed": OPTIONAL_NUMBER,
+}  # fmt: skip
 SCHEMAS: dict[str, dict[str, Any]] = {
     "log": {
         "format": str, "store": str,
@@ -318,7 +330,44 @@ SCHEMAS: dict[str, dict[str, Any]] = {
         "runs": [{"run": str, "total_bytes": int, "unique_bytes": int, "steps": [{
             "step": int, "number": int, "total_bytes": int, "unique_bytes": int,
             "added_bytes": int, "missing_chunks": int}]}],
+        "modules": [{"module": str, "total_bytes": int, "unique_bytes": int, "shared_bytes": int,
+                     "newest_bytes": int, "chunks": int}],
         "unreadable": [{"what": str, "reason": str}],
+    },
+    "advise": {"format": str, **ADVICE},
+    "watch": {
+        "format": str, "store": str, "time": float, "in_flight_bytes": int,
+        "runs": [{"run": str, "step": int, "number": int, "saves": int, "age": NUMBER,
+                  "interval": OPTIONAL_NUMBER, "stall": OPTIONAL_NUMBER,
+                  "staged": OPTIONAL_NUMBER, "durable": OPTIONAL_NUMBER,
+                  "state_bytes": OPTIONAL_INT, "staged_bytes": OPTIONAL_INT,
+                  "written_bytes": OPTIONAL_INT, "skipped": int, "metrics": dict,
+                  "writer": OPTIONAL_STR}],
+    },
+    "report": {
+        "format": str, "store": str, "output": str, "made": float,
+        "runs": [{
+            "run": str, "modules": [str], "module_bytes": [int], "share": [[OPTIONAL_NUMBER]],
+            "update": ([[OPTIONAL_NUMBER]], None), "advice": (ADVICE, None),
+            "saves": [{
+                "step": int, "number": int, "created": float, "is_base": bool,
+                "manifest_bytes": int, "state_bytes": OPTIONAL_NUMBER,
+                "changed_bytes": OPTIONAL_NUMBER, "staged_bytes": OPTIONAL_NUMBER,
+                "written_bytes": OPTIONAL_NUMBER, "dedup_bytes": OPTIONAL_NUMBER,
+                "stall": OPTIONAL_NUMBER, "staged": OPTIONAL_NUMBER, "durable": OPTIONAL_NUMBER,
+                "skipped": OPTIONAL_NUMBER, "metrics": dict}],
+            "not_finite": [{"step": int, "tensor": str, "elements": int}],
+            "tensors": [{"path": str, "dtype": str, "bytes": int, "compared": int,
+                         "mean_share": NUMBER, "last_changed": OPTIONAL_INT,
+                         "stored_ratio": OPTIONAL_NUMBER, "never_wins": bool}],
+            "bases": {"saves": int, "bases": int, "manifest_bytes": int,
+                      "present": OPTIONAL_NUMBER, "best": OPTIONAL_INT,
+                      "best_bytes": OPTIONAL_NUMBER},
+            "unreadable": [{"what": str, "reason": str}]}],
+        "health": {"total_bytes": int, "packs": int, "pack_bytes": int, "manifest_bytes": int,
+                   "referenced_bytes": int, "unreferenced_bytes": int, "duplicate_bytes": int,
+                   "overhead_bytes": int, "commits": int, "retired": int, "pins": [str],
+                   "verified": OPTIONAL_STR, "findings": [[str]], "unreadable": [[str]]},
     },
     "export": {
         "format": str, "store": str, "run": str, "step": int, "number": int, "root": str,
@@ -364,6 +413,8 @@ def arguments(command: str, store: Fixture, tmp_path: Path) -> list[str | Path]:
         return ["export", store.path, "main@20", tmp_path / "out.safetensors", "--force"]
     more: dict[str, list[str]] = {
         "show": ["main@20"], "diff": ["main@10", "fork@11"], "blame": ["model/w", "main@20"],
+        "advise": ["main", "--mtbf", "6h"], "watch": ["--once"], "du": ["--depth", "1"],
+        "report": ["-o", str(tmp_path / "report.html")],
     }  # fmt: skip
     return [command, store.path, *more.get(command, [])]
 
@@ -394,7 +445,10 @@ def test_every_json_field_is_documented(command: str) -> None:
     section = re.search(rf"^### {command}\n(.*?)(^##|\Z)", text, re.M | re.S)
     assert section, f"docs/cli.md has no section {command}"
     documented = set(re.findall(r"`([a-z_]+)`", section[1]))
-    assert fields(SCHEMAS[command]) - documented <= {"format", "store"}  # of every document
+    elsewhere = {"format", "store"}  # of every document
+    if command == "report":
+        elsewhere |= fields(ADVICE)  # documented under advise
+    assert fields(SCHEMAS[command]) - documented <= elsewhere
 
 
 # exit codes -------------------------------------------------------------------------------------

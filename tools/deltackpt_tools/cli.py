@@ -23,6 +23,9 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "blame": ("deltackpt_tools.command_blame", "Show when each part of a tensor last changed."),
     "verify": ("deltackpt_tools.command_verify", "Check stored bytes; list all damage."),
     "du": ("deltackpt_tools.command_du", "Show where the bytes are, by run and step."),
+    "advise": ("deltackpt_tools.command_advise", "Advise how often to save."),
+    "watch": ("deltackpt_tools.command_watch", "Watch the saves of a running training."),
+    "report": ("deltackpt_tools.command_report", "Write one page that shows everything."),
     "export": ("deltackpt_tools.command_export", "Write one step as safetensors or torch file."),
 }
 
