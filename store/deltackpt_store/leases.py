@@ -268,7 +268,8 @@ def bury(io: FileIO, root: str, writer: str) -> bool:
     except FileNotFoundError:
         return True
     try:
-        io.unlink(path)
+        with contextlib.suppress(FileNotFoundError):  # it is just ending
+            io.unlink(path)
     finally:
         io.close(handle)
     return True

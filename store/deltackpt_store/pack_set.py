@@ -57,7 +57,10 @@ class PackSet:
                 except DeltackptError as error:
                     if not is_damage(error):
                         raise
-                    _log.warning("pack %s cannot be used: %s", name, error)
+                    # One that is gone was collected: what it held lies elsewhere, if it is needed.
+                    gone = isinstance(error, StorageError) and error.errno == errno.ENOENT
+                    level = logging.DEBUG if gone else logging.WARNING
+                    _log.log(level, "pack %s cannot be used: %s", name, error)
                     self.damaged[name] = error
                 else:
                     self.index.add_pack(name, footer.entries)

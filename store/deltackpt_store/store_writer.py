@@ -514,17 +514,19 @@ class StoreWriter:
         """
         try:
             make_directories(self._io, os.path.dirname(path))
-            try:
-                publish_bytes(self._io, path, data)
-            except FileExistsError:
-                if not self._io.exists(path):
-                    raise
+            while True:
+                try:
+                    publish_bytes(self._io, path, data)
+                    return True
+                except FileExistsError:
+                    if not self._io.exists(path):
+                        continue  # collected in this very moment
                 if read_file(self._io, path, max(len(data), 1 << 30)) != data:
                     return False
                 self._io.sync_directory(os.path.dirname(path))
+                return True
         except OSError as error:
             raise storage_error(error, doing, path) from error
-        return True
 
     # state ---------------------------------------------------------------------------------
 

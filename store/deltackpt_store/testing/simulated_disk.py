@@ -89,6 +89,10 @@ class SimulatedDisk(FileIO):
         """Operations journalled so far."""
         return len(self._journal)
 
+    def copy(self) -> SimulatedDisk:
+        """Another disk with the same content, all of it durable; nobody has a file open there."""
+        return CrashState(len(self._journal), 0, (), self._tree).disk()
+
     # FileIO --------------------------------------------------------------------------------
 
     def create(self, path: str, mode: int = 0o666) -> int:
