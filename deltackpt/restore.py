@@ -147,6 +147,11 @@ def restore_into(
     """
     began = time.perf_counter()
     store = store if isinstance(store, Store) else Store.open(store)
+    if not isinstance(state, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance] -- users' input
+        raise InvalidInputError(
+            f"state must be a mapping such as {{'model': model}}, not a {type(state).__name__}",
+            option="state",
+        )
     check_key_map(key_map)
     only = None if only is None else patterns(only)
     job = _Job(state, strict, only, key_map, low_memory, rng, threads)

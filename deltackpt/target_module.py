@@ -163,9 +163,9 @@ class ModuleTarget:
     # doing ---------------------------------------------------------------------------------
 
     def apply(self, state: Any, *, undo: bool) -> None:
-        if self.trusted:
+        if self._pairs and self.trusted:
             self._write(state, undo)
-        else:
+        elif self._pairs:
             self._load(state, undo)
 
     def _write(self, state: Mapping[str, torch.Tensor], undo: bool) -> None:

@@ -77,7 +77,7 @@ class OptimizerTarget:
         try:
             aligned = self._aligned(saved)
         except MismatchError as error:
-            report.mismatched.append(Mismatch(self.path, error.message, "other parameters"))
+            report.mismatched.append(Mismatch(self.path, error.message, ""))
             report.hint(error.hint)
             self._slots = []
             return
@@ -91,12 +91,13 @@ class OptimizerTarget:
     def _match_state(self, aligned: dict[str, Any], report: Report) -> None:
         """Shapes that must be a parameter's, and state that the checkpoint ought to have."""
         saved: dict[Any, Any] = aligned["state"]
+        own = kind_of(self._optimizer).__module__.startswith("torch.")
         for number, (index, parameter) in enumerate(self._pairs(aligned)):
             entry: Any = saved.get(index)
             present: Any = self._optimizer.state.get(parameter)
             if is_a(entry, dict):
                 for key, value in entry.items():
-                    if key in _LIKE_PARAMETER and isinstance(value, torch.Tensor):
+                    if own and key in _LIKE_PARAMETER and isinstance(value, torch.Tensor):
                         self._match_shape(index, key, value, parameter, report)
             if saved and is_a(present, dict):
                 report.missing += [
@@ -139,6 +140,8 @@ class OptimizerTarget:
             self._optimizer.state.clear()
 
     def apply(self, state: Any, *, undo: bool) -> None:
+        if not self._slots:
+            return
         optimizer = self._optimizer
         if undo:
             self._before = optimizer.state, optimizer.param_groups

@@ -86,13 +86,18 @@ def is_stateful(value: object) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """A leaf that is there on both sides and does not fit: what it is in each."""
+    """What is there on both sides and does not fit: what it is in each.
+
+    `target` is empty when `saved` tells it all.
+    """
 
     path: str
     saved: str
     target: str
 
     def __str__(self) -> str:
+        if not self.target:
+            return f"{self.path}: {self.saved}"
         return f"{self.path}: {self.saved} in the checkpoint, {self.target} here"
 
 

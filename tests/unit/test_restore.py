@@ -124,6 +124,8 @@ def test_wrong_arguments_name_the_way_out(keeper: Keeper, tmp_path: Path) -> Non
             restore_into(keeper.path, blank(), step=step)  # type: ignore[arg-type]  # on purpose
     with pytest.raises(NotFoundError, match="not a deltackpt store"):
         restore_into(tmp_path, blank())
+    with pytest.raises(InvalidInputError, match="mapping"):
+        restore_into(keeper.path, nn.Linear(2, 2))  # type: ignore[arg-type]  # on purpose
     with pytest.raises(InvalidInputError, match="name of a run"):
         restore_into(keeper.path, blank(), run="../x")
 
