@@ -43,6 +43,7 @@ demo: $(DEMO)
 
 # One OpenMP thread per test process: two processes of N threads each only wait for one another.
 test: $(DEV)
+	@sh .ci/browser.sh
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile $(ARGS)
 
 lint: $(DEV)

@@ -12,12 +12,20 @@ import os
 import select
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
+_LAUNCH = """
+import fcntl, os, sys
+read, write = (fcntl.fcntl(int(fd), fcntl.F_DUPFD, 10) for fd in sys.argv[1:3])
+os.dup2(read, 3)
+os.dup2(write, 4)
+os.execv(sys.argv[3], sys.argv[3:])
+"""
 TIMEOUT = 60.0  # seconds for one answer
 
 
@@ -50,10 +58,9 @@ class Browser:
         ]  # fmt: skip
 
         self._process = subprocess.Popen(
-            ["/bin/sh", "-c", 'exec "$@" 3<&"$FROM" 4>&"$TO"', "sh", *command],
+            [sys.executable, "-c", _LAUNCH, str(to_browser), str(from_browser), *command],
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
             pass_fds=(to_browser, from_browser), start_new_session=True,
-            env={**os.environ, "FROM": str(to_browser), "TO": str(from_browser)},
         )  # fmt: skip
         os.close(to_browser)
         os.close(from_browser)
@@ -61,6 +68,13 @@ class Browser:
         self._received = b""
         self._session: str | None = None
         self._events: list[dict[str, Any]] = []
+        try:
+            self._attach()
+        except BaseException:
+            self.close()
+            raise
+
+    def _attach(self) -> None:
         targets = self.call("Target.getTargets")["targetInfos"]
         page = next(target for target in targets if target["type"] == "page")
         self._session = self.call("Target.attachToTarget", targetId=page["targetId"], flatten=True)[

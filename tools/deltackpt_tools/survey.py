@@ -120,16 +120,22 @@ def _matrix(values: Shares) -> list[list[float | None]]:
     return [[None if v != v else round(v, 6) for v in row] for row in values.tolist()]
 
 
+def _names(layout: Layout) -> list[str]:
+    """Path of the first tensor that looks at each extent (a layout has one for each)."""
+    names = [""] * len(layout.extents)
+    for view in reversed(layout.tensors):
+        names[view.extent] = layout.paths[view.slot]
+    return names
+
+
 class _Plan:
     """What one layout says about its extents: names, modules. Kept while the layout stays."""
 
     def __init__(self, layout: Layout, modules: dict[str, int], depth: int) -> None:
         self.layout = layout
-        self.names: list[str] = [""] * len(layout.extents)
-        for view in reversed(layout.tensors):
-            self.names[view.extent] = layout.paths[view.slot]
+        self.names = _names(layout)
         self.modules = np.array(
-            [modules.get(fold(name, depth), -1) if name else -1 for name in self.names], np.int64
+            [modules.get(fold(name, depth), -1) for name in self.names], np.int64
         )
         self.chunks = np.array([max(e.chunk_count, 1) for e in layout.extents], np.int64)
         self.bytes = np.array([e.nbytes for e in layout.extents], np.int64)
@@ -186,7 +192,7 @@ class RunWalk:
             self.newest = snapshot
 
     def _choose(self, layout: Layout) -> None:
-        paths = [p for v in layout.tensors if not (p := layout.paths[v.slot]).startswith("#")]
+        paths = [path for path in _names(layout) if not path.startswith("#")]
         self._depth = depth_for(paths, MODULES)
         self.modules = sorted({fold(path, self._depth) for path in paths}, key=natural)
         self._numbers = {module: i for i, module in enumerate(self.modules)}
@@ -198,8 +204,8 @@ class RunWalk:
 
     def _planned(self, layout: Layout) -> _Plan:
         if self._plan is None or (self._plan.layout is not layout and self._plan.layout != layout):
-            for view in layout.tensors:  # modules that came later get rows of their own
-                module = fold(layout.paths[view.slot], self._depth)
+            for name in _names(layout):  # modules that came later get rows of their own
+                module = fold(name, self._depth)
                 if not module.startswith("#") and module not in self._numbers:
                     self._numbers[module] = len(self.modules)
                     self.modules.append(module)
@@ -274,7 +280,7 @@ class RunWalk:
         ratios = _stored_ratios(self._store, newest)
         found: list[TensorHabit] = []
         for extent, name in enumerate(self._plan.names):
-            if not name or name.startswith("#"):
+            if name.startswith("#"):
                 continue
             spec = newest.layout.extents[extent]
             total, count, last = self._habits.get(name, (0.0, 0, -1))

@@ -31,7 +31,9 @@
   const percent = (share) =>
     share <= 0 ? "0 %" : share >= 1 ? "100 %" : share < 1e-4 ? "<0.01 %" : `${cut(share * 100, 3)} %`;
 
+  let shownAt = 0; // where the page was scrolled to
   function showTip(text, x, y) {
+    shownAt = scrollY;
     tip.textContent = text;
     tip.hidden = false;
     const box = tip.getBoundingClientRect();
@@ -291,7 +293,7 @@
   addEventListener("resize", () => { if (innerWidth !== width) { width = innerWidth; redraw(); } });
   addEventListener("beforeprint", redraw);
   addEventListener("afterprint", redraw);
-  addEventListener("scroll", hideTip, { passive: true });
+  addEventListener("scroll", () => { if (Math.abs(scrollY - shownAt) > 2) hideTip(); }, { passive: true });
 
   // Tables: a click (or Enter) on a column's name sorts by it, again the other way round.
   for (const table of document.querySelectorAll("table.sortable")) {
