@@ -3,9 +3,24 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
+
+
+class Arrival(Protocol):
+    """The end of copies into host memory that a device makes by itself (`torch.cuda.Event`)."""
+
+    def query(self) -> bool:
+        """Whether they are complete."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait until they are. For any thread."""
+        ...
 
 
 class BufferPool:
@@ -18,24 +33,34 @@ class BufferPool:
     def __init__(self, keep: int = 2) -> None:
         self._keep = keep
         self._lock = threading.Lock()
-        self._idle: dict[torch.device, list[Tensor]] = {}
+        self._idle: dict[tuple[torch.device, bool], list[Tensor]] = {}
 
-    def take(self, device: torch.device, nbytes: int) -> Tensor:
+    def take(
+        self,
+        device: torch.device,
+        nbytes: int,
+        *,
+        landing: Callable[[int], Tensor] | None = None,
+    ) -> Tensor:
         """A flat uint8 tensor of at least `nbytes` bytes, with arbitrary content.
 
-        Idle buffers that are too small, or more than four times too large, are freed.
+        With `landing` it is host memory that `device` copies to, and that function makes it. Idle
+        buffers that are too small, or more than four times too large, are freed.
         """
         with self._lock:
-            idle = self._idle.get(device, [])
+            idle = self._idle.get((device, landing is not None), [])
             idle[:] = [b for b in idle if nbytes <= b.numel() <= 4 * nbytes]
             if idle:
                 return idle.pop()
+        if landing is not None:
+            return landing(nbytes)
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
-    def give(self, buffer: Tensor) -> None:
-        """Return a buffer that nobody reads any more."""
+    def give(self, buffer: Tensor, *, landed_from: torch.device | None = None) -> None:
+        """Return a buffer that nobody reads or writes any more."""
+        key = (buffer.device, False) if landed_from is None else (landed_from, True)
         with self._lock:
-            idle = self._idle.setdefault(buffer.device, [])
+            idle = self._idle.setdefault(key, [])
             if len(idle) < self._keep:
                 idle.append(buffer)
 
@@ -43,3 +68,17 @@ class BufferPool:
         """Free all idle buffers."""
         with self._lock:
             self._idle.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """A buffer taken from a pool; `landed_from` and `arrived` when a device copies into it."""
+
+    buffer: Tensor
+    landed_from: torch.device | None = None
+    arrived: Arrival | None = None
+
+    def end(self, pool: BufferPool) -> None:
+        """Give the buffer back; one that is still being written is left to torch's allocator."""
+        if self.arrived is None or self.arrived.query():
+            pool.give(self.buffer, landed_from=self.landed_from)

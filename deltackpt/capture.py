@@ -11,7 +11,9 @@ from deltackpt_store.manifest import Layout
 from torch import Tensor
 
 from . import extents, params, rng
+from .buffers import Lease
 from .extents import BufferPool, Source
+from .landing import CopyFigures
 from .nodes import ChangedError, Leaves
 from .small import SmallBytes
 from .tree import Tree, Walker
@@ -53,6 +55,7 @@ class Capture:
     waits for those that come from a device).
     `sources`: every other extent -> :class:`Source`.
     `state_bytes`: sum of all extents' lengths.
+    `figures`: device -> what copying at the call cost there.
     """
 
     layout: Layout
@@ -63,7 +66,8 @@ class Capture:
     state_bytes: int
     _compiled: _Compiled
     _pool: BufferPool
-    _buffers: list[Tensor] = field(default_factory=lambda: list[Tensor]())
+    _leases: list[Lease] = field(default_factory=lambda: list[Lease]())
+    figures: dict[str, CopyFigures] = field(default_factory=lambda: dict[str, CopyFigures]())
 
     @property
     def inline(self) -> dict[int, bytes]:
@@ -78,10 +82,10 @@ class Capture:
         May be called from any thread, more than once. After it no `Source.data` may be read. The
         layout stays usable, also as `previous`.
         """
-        buffers, self._buffers = self._buffers, []
+        leases, self._leases = self._leases, []
         self.sources = {}
-        for buffer in buffers:
-            self._pool.give(buffer)
+        for lease in leases:
+            lease.end(self._pool)
 
 
 def capture(
@@ -123,19 +127,18 @@ def capture(
     }
     documents.update(compiled.constant)
     pool = pool if pool is not None else BufferPool()
-    inline, small, sources, buffers = compiled.plan.take(
-        leaves.tensors, measured, overlap=overlap, pool=pool
-    )
+    taken = compiled.plan.take(leaves.tensors, measured, overlap=overlap, pool=pool)
     return Capture(
         compiled.layout,
         documents,
-        inline,
-        small,
-        sources,
+        taken.inline,
+        taken.small,
+        taken.sources,
         compiled.state_bytes,
         compiled,
         pool,
-        buffers,
+        taken.leases,
+        taken.figures,
     )
 
 

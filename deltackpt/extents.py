@@ -8,20 +8,22 @@ the bytes. `rebuild` (from `views`) is the way back. Addresses are compared insi
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 
-import msgspec
 import numpy as np
 import torch
 from deltackpt_store.manifest import ExtentSpec, TensorView
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from . import spans
-from .buffers import BufferPool
+from . import landing, spans
+from .buffers import BufferPool, Lease
+from .landing import CopyFigures, Landing
 from .probing import Facts, Probe, probe
 from .small import SmallBytes
+from .sources import Source, Taken
 from .tensors import refuse_unsupported
 from .values import dtype_name
 from .views import dress, rebuild
@@ -31,25 +33,6 @@ __all__ = ["BufferPool", "Source", "dress", "dtype_name", "plan", "probe", "rebu
 _ALIGN = 256  # of private copies inside one buffer
 _MEMMOVE_BYTES = 256 << 10  # up to here a plain memmove beats the overhead of a tensor copy
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
-
-
-class Source(msgspec.Struct, frozen=True, gc=False):
-    """Where the bytes of one extent are until they have been staged.
-
-    `data`: flat contiguous uint8 tensor of exactly the extent's length, on the tensor's device.
-    `live`: True when `data` is the training memory itself: read it before the next optimizer step;
-    False when it is a private copy that stays as it was at the call until `Capture.release`.
-    `key`: names the extent in the change table (path, length, dtype, chunk size, device); it holds
-    no address, and equal keys in two captures mean comparable chunks.
-    `owner`: for live data, a tensor over the same storage (its `_version` is a hint, no proof).
-    `data` keeps the storage alive; a storage that is resized while it is read is the caller's to
-    notice (``data.untyped_storage().nbytes()``).
-    """
-
-    data: Tensor
-    live: bool
-    key: str
-    owner: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,9 +118,8 @@ class Plan:
 
     def take(
         self, tensors: Sequence[Tensor], measured: Probe, *, overlap: bool, pool: BufferPool
-    ) -> tuple[dict[int, bytes], list[SmallBytes], dict[int, Source], list[Tensor]]:
-        """Inline bytes by extent, more of them on their way, sources by extent, and the pool's
-        buffers that sources look at."""
+    ) -> Taken:
+        """The bytes of all extents, frozen or (live ones) as the training memory holds them."""
         at = (measured.address[self._inline_first] + self._inline_shift).tolist()
         string_at = ctypes.string_at
         inline: dict[int, bytes] = dict.fromkeys(self._empty, b"")
@@ -152,8 +134,8 @@ class Plan:
                 sources[e] = Source(data, True, self._keys[e], tensors[c.members[0]])
             else:
                 copies.append(e)
-        buffers = self._copy(copies, tensors, measured, sources, pool)
-        return inline, small, sources, buffers
+        leases, figures = self._copy(copies, tensors, measured, sources, pool)
+        return Taken(inline, small, sources, leases, figures)
 
     def _flat(self, extent: int, tensors: Sequence[Tensor], measured: Probe) -> Tensor | None:
         """The extent in place, from any member whose storage holds all of it."""
@@ -173,23 +155,24 @@ class Plan:
         if data is not None:
             out.copy_(data)
             return
-        first = tensors[c.members[0]]
         if c.dims is not None:
-            bits = _BITS[first.itemsize]
-            source = torch.empty(0, dtype=bits, device=first.device).set_(
-                first.untyped_storage(), first.storage_offset(),
-                tuple(n for n, _ in c.dims), tuple(s for _, s in c.dims),
-            )  # fmt: skip
-            out.view(bits).view(source.shape).copy_(source)
+            source = _strided(tensors[c.members[0]], c.dims)
+            out.view(source.dtype).view(source.shape).copy_(source)
             return
         out.zero_()
+        for at, own in self._parts(c, tensors, measured):
+            out[at : at + own.numel()].copy_(own)
+
+    def _parts(
+        self, c: _Cut, tensors: Sequence[Tensor], measured: Probe
+    ) -> Iterator[tuple[int, Tensor]]:
+        """What each member has of an extent that no storage holds whole, and where it belongs."""
         start = int(measured.address[c.members[0]]) + c.shift
         for i in c.members:
-            begin = int(measured.address[i])
             own = _bytes_of(
                 tensors[i], int(measured.offset[i] * self._itemsize[i]), int(self._need[i])
             )
-            out[begin - start : begin - start + own.numel()].copy_(own)
+            yield int(measured.address[i]) - start, own
 
     def _gather_small(self, tensors: Sequence[Tensor], measured: Probe) -> list[SmallBytes]:
         """Small extents that are not plain CPU bytes: one transfer per device, not waited for."""
@@ -213,30 +196,105 @@ class Plan:
         measured: Probe,
         sources: dict[int, Source],
         pool: BufferPool,
-    ) -> list[Tensor]:
-        """Private copies of extents, side by side in one buffer per device."""
+    ) -> tuple[list[Lease], dict[str, CopyFigures]]:
+        """Private copies of extents, side by side in one buffer per device, and what is more than
+        a device may hold in one on the host."""
         by_device: dict[torch.device, list[int]] = {}
         for e in copies:
             by_device.setdefault(tensors[self._cuts[e].members[0]].device, []).append(e)
-        buffers: list[Tensor] = []
+        leases: list[Lease] = []
+        figures: dict[str, CopyFigures] = {}
         for device, extents in by_device.items():
-            sizes: list[int] = []
-            for e in extents:
-                nbytes = self.specs[e].nbytes
-                sizes += (nbytes, -nbytes % _ALIGN)
-            buffer = pool.take(device, sum(sizes))
-            buffers.append(buffer)
-            pieces = buffer[: sum(sizes)].split_with_sizes(sizes)
-            at = buffer.data_ptr()
-            for e, out in zip(extents, pieces[::2], strict=True):
-                c, nbytes = self._cuts[e], self.specs[e].nbytes
-                if c.plain and nbytes <= _MEMMOVE_BYTES:
-                    ctypes.memmove(at, int(measured.address[c.members[0]]) + c.shift, nbytes)
-                else:
-                    self._fill(e, out, tensors, measured)
-                sources[e] = Source(out, False, self._keys[e], None)
-                at += nbytes + -nbytes % _ALIGN
-        return buffers
+            way = landing.transport(device)
+            landed: list[int] = []
+            if way is not None:
+                rooms = [self.specs[e].nbytes + -self.specs[e].nbytes % _ALIGN for e in extents]
+                stay = landing.staying(rooms, landing.COPY_BYTES)
+                landed = [e for e, here in zip(extents, stay, strict=True) if not here]
+                extents = [e for e, here in zip(extents, stay, strict=True) if here]
+            held = 0
+            if extents:
+                buffer, parts = self._room(extents, partial(pool.take, device))
+                leases.append(Lease(buffer))
+                held = buffer.numel()
+                self._keep(extents, parts, tensors, measured, sources)
+            if way is not None:
+                cost = self._land(landed, device, way, tensors, measured, sources, pool, leases)
+                figures[str(device)] = replace(cost, device_bytes=cost.device_bytes + held)
+        return leases, figures
+
+    def _room(
+        self, extents: list[int], take: Callable[[int], Tensor]
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """A buffer, and the part of it for each extent."""
+        each = [self.specs[e].nbytes for e in extents]
+        sizes = [size for nbytes in each for size in (nbytes, -nbytes % _ALIGN)]
+        buffer = take(sum(sizes))
+        return buffer, buffer[: sum(sizes)].split_with_sizes(sizes)[::2]
+
+    def _keep(
+        self,
+        extents: list[int],
+        parts: Sequence[Tensor],
+        tensors: Sequence[Tensor],
+        measured: Probe,
+        sources: dict[int, Source],
+    ) -> None:
+        """Copy extents into the parts of a buffer on their own device."""
+        at = parts[0].data_ptr()
+        for e, out in zip(extents, parts, strict=True):
+            c, nbytes = self._cuts[e], self.specs[e].nbytes
+            if c.plain and nbytes <= _MEMMOVE_BYTES:
+                ctypes.memmove(at, int(measured.address[c.members[0]]) + c.shift, nbytes)
+            else:
+                self._fill(e, out, tensors, measured)
+            sources[e] = Source(out, False, self._keys[e], None)
+            at += nbytes + -nbytes % _ALIGN
+
+    def _land(
+        self,
+        extents: list[int],
+        device: torch.device,
+        way: landing.Transport,
+        tensors: Sequence[Tensor],
+        measured: Probe,
+        sources: dict[int, Source],
+        pool: BufferPool,
+        leases: list[Lease],
+    ) -> CopyFigures:
+        """Bring extents into host memory; nothing waits here for their bytes."""
+        if not extents:
+            return CopyFigures(transfers=0, transferred_bytes=0, device_bytes=0, pinned_bytes=0)
+        buffer, parts = self._room(extents, partial(pool.take, device, landing=way.locked))
+        gaps = [self.specs[e].nbytes for e in extents if self._cuts[e].dims is not None]
+        landed = Landing(way, max(gaps, default=0))
+        for e, out in zip(extents, parts, strict=True):
+            c = self._cuts[e]
+            if c.dims is not None:
+                landed.packed(out, _strided(tensors[c.members[0]], c.dims))
+            elif (data := self._flat(e, tensors, measured)) is not None:
+                landed.dense(out, data)
+            else:
+                out.zero_()
+                for at, own in self._parts(c, tensors, measured):
+                    landed.dense(out[at : at + own.numel()], own)
+        arrived = way.record()
+        leases.append(Lease(buffer, device, arrived))
+        for e, out in zip(extents, parts, strict=True):
+            sources[e] = Source(out, False, self._keys[e], None, arrived)
+        return CopyFigures(
+            transfers=landed.transfers,
+            transferred_bytes=landed.nbytes,
+            device_bytes=landed.device_bytes,
+            pinned_bytes=buffer.numel(),
+        )
+
+
+def _strided(tensor: Tensor, dims: spans.Dims) -> Tensor:
+    """The elements of a tensor with gaps in the order in which they are saved, as bits."""
+    flat = torch.empty(0, dtype=_BITS[tensor.itemsize], device=tensor.device)
+    sizes, strides = tuple(n for n, _ in dims), tuple(s for _, s in dims)
+    return flat.set_(tensor.untyped_storage(), tensor.storage_offset(), sizes, strides)
 
 
 def _bytes_of(tensor: Tensor, offset: int, nbytes: int) -> Tensor:

@@ -39,7 +39,7 @@ from .cuda.split import SplitStager
 from .options import Options
 from .outcome import report_of, timed_out, typed_error
 from .report import SaveProgress, SaveReport
-from .stage import Job, Stager, Staging, versions_of
+from .stage import Job, Stager, Staging, versions_of, with_copies
 from .steporder import StepOrder
 from .writerlink import WriterLink
 
@@ -310,6 +310,7 @@ class SavePipeline:
             ),
             client,
         )  # fmt: skip
+        staging = with_copies(staging, capture.figures)
         with self._condition:
             if progress.error is not None:
                 raise progress.error

@@ -28,9 +28,9 @@ class DeviceFigures:
     transferred_bytes: int
     """Bytes of those copies."""
     device_bytes: int
-    """Device memory held after the save, beyond the state."""
+    """Device memory of the save beyond the state, copies made at the call included."""
     pinned_bytes: int
-    """Page-locked host memory held after the save, the ring's slots included."""
+    """Page-locked host memory, the ring's slots and copies that landed at the call included."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,6 +35,7 @@ from .detect import (
     memory,
 )
 from .extents import Source
+from .landing import CopyFigures
 from .report import DeviceFigures
 
 RECORD = struct.Struct("<IIII16s")
@@ -98,6 +99,21 @@ class Staging:
     devices: dict[str, DeviceFigures] = dataclasses.field(default_factory=dict[str, DeviceFigures])
 
 
+def with_copies(staging: Staging, copies: Mapping[str, CopyFigures]) -> Staging:
+    """`staging` with the cost of the copies that its capture made on devices."""
+    devices = dict(staging.devices)
+    for device, copied in copies.items():
+        own = devices.get(device, DeviceFigures(0, 0, 0, 0, 0))
+        devices[device] = DeviceFigures(
+            launches=own.launches,
+            transfers=own.transfers + copied.transfers,
+            transferred_bytes=own.transferred_bytes + copied.transferred_bytes,
+            device_bytes=own.device_bytes + copied.device_bytes,
+            pinned_bytes=own.pinned_bytes + copied.pinned_bytes,
+        )
+    return dataclasses.replace(staging, devices=devices)
+
+
 class Stager(Protocol):
     """Turns sources into staged chunks. Used by one staging thread, except :meth:`mark`."""
 
@@ -136,9 +152,12 @@ def copy_bytes(target: memoryview, source: memoryview) -> None:
 def _host_bytes(source: Source, start: int, end: int) -> tuple[torch.Tensor, memoryview]:
     """Bytes ``start ... end`` (at most) of a source, and the tensor that keeps them alive.
 
+    Waits for a copy that a device is still making.
     Device memory is copied to the host first: right, but slower than a stager that detects there.
     """
     data = source.data
+    if source.arrived is not None:
+        source.arrived.synchronize()
     if data.is_cpu:
         view = memory(data)
         return data, view if start == 0 and end >= len(view) else view[start:end]

@@ -78,8 +78,10 @@ class SplitStager:
     """A `deltackpt.stage.Stager`: host memory to :class:`HostStager`, each device to its own.
 
     All devices hash while the host does; then each stages what changed. `unlock` is called when
-    all parts have read their live memory. :meth:`mark` belongs to the training thread, all else to
-    the staging thread, where a device's stager is made when first needed.
+    all parts have read their live memory; copies that have landed on the host (see
+    `deltackpt.landing`) are staged after that, so that no live memory waits for them. :meth:`mark`
+    belongs to the training thread, all else to the staging thread, where a device's stager is made
+    when first needed.
     """
 
     def __init__(
@@ -92,6 +94,7 @@ class SplitStager:
         device_of: Callable[[Source], torch.device] = lambda source: source.data.device,
     ) -> None:
         self._host = HostStager(seed=seed, threads=threads)
+        self._landed = HostStager(seed=seed, threads=threads)  # each keeps the plan of its part
         self._runtime, self._device_of = runtime, device_of
         self._make: Callable[[Runtime], DevicePart] = make or partial(stager_for, seed=seed)
         self._runtimes: dict[torch.device, Runtime] = {}
@@ -105,7 +108,7 @@ class SplitStager:
         """
         marks: dict[torch.device, Any] = {}
         for source in sources.values():
-            device = self._device_of(source)
+            device = self._place(source)
             if device != HOST and device not in marks:
                 if device not in self._runtimes:
                     self._runtimes[device] = self._runtime(device)
@@ -113,10 +116,12 @@ class SplitStager:
         return marks
 
     def stage(self, job: Job, ring: Ring) -> Staging:
-        groups = self._by_device(job.sources)
-        if not groups.keys() - {HOST}:
+        landed = {e: s for e, s in job.sources.items() if s.arrived is not None}
+        groups = self._by_device({e: s for e, s in job.sources.items() if e not in landed})
+        if not landed and not groups.keys() - {HOST}:
             return self._host.stage(job, ring)
-        gate = _Gate(len(groups), job.unlock)
+        gate = _Gate(1 + len(groups), job.unlock)
+        gate.open()  # for the landed copies, which hold no live memory; perhaps there is no other
         jobs = {device: _part_of(job, sources, gate.open) for device, sources in groups.items()}
         parts = {device: self._part(device) for device in jobs if device != HOST}
         before = {device: dataclasses.replace(part.counters) for device, part in parts.items()}
@@ -130,6 +135,8 @@ class SplitStager:
                 results.append(self._host.stage(jobs[HOST], ring))
             for device, part in parts.items():
                 results.append(part.finish(jobs[device], ring, started[device]))
+            if landed:
+                results.append(self._landed.stage(_part_of(job, landed, lambda: None), ring))
         except BaseException:
             for part in parts.values():
                 part.abandon()
@@ -154,6 +161,7 @@ class SplitStager:
 
     def close(self) -> None:
         self._host.close()
+        self._landed.close()
         for part in self._parts.values():
             part.close()
         self._parts.clear()
@@ -167,8 +175,11 @@ class SplitStager:
     def _by_device(self, sources: Mapping[int, Source]) -> dict[torch.device, dict[int, Source]]:
         groups: dict[torch.device, dict[int, Source]] = {}
         for extent, source in sources.items():
-            groups.setdefault(self._device_of(source), {})[extent] = source
+            groups.setdefault(self._place(source), {})[extent] = source
         return groups
+
+    def _place(self, source: Source) -> torch.device:
+        return HOST if source.arrived is not None else self._device_of(source)
 
 
 class _Gate:
