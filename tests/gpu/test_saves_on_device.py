@@ -130,6 +130,34 @@ def test_changing_blocks_through_a_small_ring(tmp_path: Path) -> None:
                 same(tmp_path, step, "t", expected)
 
 
+@pytest.mark.parametrize("stays", [0, 5 << 20])
+def test_copies_at_the_call_are_of_its_instant(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stays: int
+) -> None:
+    """Prevents later values in an EMA or a strided slice that left while training ran on."""
+    monkeypatch.setattr("deltackpt.landing.COPY_BYTES", stays)
+    monkeypatch.setattr("deltackpt.landing.PIECE_BYTES", 1 << 20)
+    training = Training()
+    training.step()
+    ema = torch.randn(1 << 20, device=DEVICE)
+    slices = torch.randn(1500, 1501, device=DEVICE)
+    training.state |= {"ema": ema, "slices": slices[:, :1000]}
+    with checkpointer(tmp_path, training.state) as ckpt:
+        for step in range(4):
+            training.step()
+            ema.add_(1)
+            slices.mul_(1.5)
+            expected = ema.clone(), slices[:, :1000].clone()
+            save = ckpt.save(step)
+            ema.zero_()
+            slices.zero_()
+            save.result(120)
+            same(tmp_path, step, "ema", expected[0])
+            same(tmp_path, step, "slices", expected[1])
+            ema.copy_(expected[0])
+            slices[:, :1000].copy_(expected[1])
+
+
 # case 72
 def test_nothing_grows(tmp_path: Path) -> None:
     training = Training()
