@@ -4,7 +4,7 @@
   `step`, where no lock is held and no tensor is half updated.
 - At interpreter exit open pipelines get a bounded time to finish what was started; a save that
   does not make it is cleanly absent, because a step exists only once its commit record does.
-- In a forked child nothing of the parent's is touched: signal handlers are put back, exit hooks
+- In a forked child nothing of the parent's is touched: signals do what they did before, exit hooks
   do nothing, and every call of a checkpointer is refused by process id.
 """
 
@@ -16,7 +16,6 @@ import logging
 import os
 import signal
 import threading
-import weakref
 from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any, Protocol
@@ -35,7 +34,6 @@ class Finishable(Protocol):
 
 
 _open: set[Finishable] = set()
-_signals: weakref.WeakSet[SaveSignals] = weakref.WeakSet()
 
 
 def register(pipeline: Finishable) -> None:
@@ -63,7 +61,6 @@ class SaveSignals:
         self._pid = os.getpid()
         self._previous: dict[int, Handler] = {}
         self._install(_check_signals(signals))
-        _signals.add(self)
 
     @property
     def pending(self) -> bool:
@@ -107,7 +104,7 @@ class SaveSignals:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         previous = self._previous.get(number)
-        if os.getpid() != self._pid:  # a child that forked before its hooks could run
+        if os.getpid() != self._pid:  # a forked child: as if there had never been a handler
             signal.signal(number, signal.SIG_DFL if previous is None else previous)
             os.kill(os.getpid(), number)
             return
@@ -142,11 +139,5 @@ def _at_exit() -> None:
             _log.exception("a checkpointer could not be finished at exit")
 
 
-def _in_forked_child() -> None:
-    _open.clear()
-    for signals in list(_signals):
-        signals.uninstall()
-
-
 atexit.register(_at_exit)
-os.register_at_fork(after_in_child=_in_forked_child)
+os.register_at_fork(after_in_child=_open.clear)

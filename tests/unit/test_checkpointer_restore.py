@@ -221,6 +221,21 @@ def test_going_back_within_a_session_starts_a_branch(path: Path, opened: Opener)
     assert head.number == 6
 
 
+def test_close_after_going_back_saves_nothing_under_a_later_step(
+    path: Path, opened: Opener
+) -> None:
+    """Prevents: the restored state being saved as the step that training had come to before."""
+    # case 161
+    state = {"x": torch.zeros(5000)}
+    ckpt = opened(state, every=2, final=True)
+    for step in range(4):
+        state["x"].fill_(step)
+        ckpt.step(step)
+    ckpt.restore(0)
+    ckpt.close()
+    assert steps(path) == [0, 2]
+
+
 def test_a_run_may_start_from_another_run(path: Path, opened: Opener) -> None:
     # case 107
     state = {"x": torch.randn(50_000), "y": torch.zeros(3)}

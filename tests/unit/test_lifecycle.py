@@ -212,6 +212,34 @@ def test_a_script_that_just_ends_keeps_its_last_save(
 
 
 @pytest.mark.parametrize("writer", ["process", "thread"])
+def test_a_save_that_is_not_even_staged_when_the_script_ends_is_finished(
+    tmp_path: Path, writer: str
+) -> None:
+    # case 61
+    body = """
+    import atexit, time
+    import deltackpt.stage as stage
+    gate, real = threading.Event(), stage.copy_bytes
+
+    def late(target, source):
+        gate.wait(60)
+        time.sleep(0.2)  # much slower than an exit that does not wait
+        real(target, source)
+
+    ckpt = Checkpointer(path, {"model": model, "optimizer": optimizer}, writer=writer)
+    train()
+    ckpt.save(1).result(60)
+    train()
+    stage.copy_bytes = late
+    save = ckpt.save(2)
+    atexit.register(gate.set)  # runs before the exit hooks of what was imported earlier
+    """
+    run_script(body, tmp_path / "store", writer)
+    assert steps(tmp_path / "store") == [1, 2]
+    saved(tmp_path / "store", 2)
+
+
+@pytest.mark.parametrize("writer", ["process", "thread"])
 def test_signals_at_any_moment_save_at_the_next_step(tmp_path: Path, writer: str) -> None:
     """Prevents: a handler that re-enters a save, deadlocks, or leaves it half made."""
     # case 62
