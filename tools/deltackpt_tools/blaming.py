@@ -268,6 +268,7 @@ def _first_not_finite(
     store: Store, line: list[Commit], pattern: str, progress: Progress | None
 ) -> dict[str, NotFinite]:
     """Walk forward and read what each step changed, until every tensor has been found."""
+    store.index()  # all packs at once: learning of them step by step sorts the index each time
     found: dict[str, NotFinite] = {}
     older: Snapshot | None = None
     for index, commit in enumerate(line):
@@ -276,11 +277,8 @@ def _first_not_finite(
         if older is not None and commit.root == line[index - 1].root:
             continue
         newer = store.snapshot(commit)
-        scan = _Scan(store, older, newer)
-        for path, view in _matching(newer, pattern).items():
-            if path in found:
-                continue
-            nan, inf = scan.count(path, view)
+        views = {p: v for p, v in _matching(newer, pattern).items() if p not in found}
+        for path, (nan, inf) in _Scan(store, older, newer).count(views).items():
             if nan or inf:
                 found[path] = NotFinite(commit.run, commit.step, commit.number, nan, inf)
         older = newer
@@ -297,21 +295,29 @@ class _Scan:
         self._rows = ChunkRows(new, reader)
         self._whole = TensorBytes(new, reader, tempfile.gettempdir())
 
-    def count(self, path: str, view: TensorView) -> tuple[int, int]:
-        if not may_be_nonfinite(view.dtype):
-            return 0, 0
-        rows = self._changed(path, view)
-        if rows is not None and not len(rows):
-            return 0, 0
-        nan = inf = 0
-        if rows is None or not self._rows.whole_elements(view):
-            pieces = self._whole.tensor(view)
-        else:
-            pieces = self._rows.batches(view, rows)
-        for piece in pieces:
-            more = count_nonfinite(piece, view.dtype)
-            nan, inf = nan + more[0], inf + more[1]
-        return nan, inf
+    def count(self, views: dict[str, TensorView]) -> dict[str, tuple[int, int]]:
+        """(NaN, infinite) elements of each tensor in what changed."""
+        sums = {path: (0, 0) for path, v in views.items() if may_be_nonfinite(v.dtype)}
+        together: list[tuple[str, TensorView, NDArray[np.int64]]] = []
+        for path in sums:
+            view = views[path]
+            rows = self._changed(path, view)
+            if rows is not None and self._rows.whole_elements(view):
+                together.append((path, view, rows))
+            elif rows is None or len(rows):
+                for piece in self._whole.tensor(view):
+                    self._add(sums, path, view, piece)
+        for number, piece in self._rows.many([(view, rows) for _, view, rows in together]):
+            path, view, _ = together[number]
+            self._add(sums, path, view, piece)
+        return sums
+
+    @staticmethod
+    def _add(
+        sums: dict[str, tuple[int, int]], path: str, view: TensorView, piece: memoryview
+    ) -> None:
+        nan, inf = count_nonfinite(piece, view.dtype)
+        sums[path] = sums[path][0] + nan, sums[path][1] + inf
 
     def _changed(self, path: str, view: TensorView) -> NDArray[np.int64] | None:
         """Chunks that differ from the step before; None: read the whole tensor."""

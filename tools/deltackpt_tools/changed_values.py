@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from math import prod
+from typing import Any
 
-from deltackpt_store.manifest import Snapshot
+from deltackpt_store.manifest import Snapshot, TensorView
 from deltackpt_store.reader import ChunkReader
+from numpy.typing import NDArray
 
 from deltackpt_tools.changes import TensorChange, ValueStats
 from deltackpt_tools.chunk_rows import BATCH, ChunkRows
@@ -34,25 +36,37 @@ class ValueReader:
         self._whole_old = TensorBytes(old, old_reader, folder)
         self._whole_new = TensorBytes(new, new_reader, folder)
 
-    def stats(self, pair: Pair, progress: Callable[[int], None] | None = None) -> ValueStats:
-        """Figures of one tensor; `progress` is told the bytes read of the new step."""
-        sums = Sums(pair.new.dtype, prod(pair.new.shape))
-        for old, new in self._pieces(pair):
-            sums.add(old, new)
+    def stats(
+        self, pairs: Sequence[Pair], progress: Callable[[int], None] | None = None
+    ) -> list[ValueStats]:
+        """Figures of tensors, in order; `progress` is told the bytes read of the new step."""
+        sums = [Sums(pair.new.dtype, prod(pair.new.shape)) for pair in pairs]
+        for number, old, new in self._pieces(pairs):
+            sums[number].add(old, new)
             if progress is not None:
                 progress(len(new))
-        return sums.stats()
+        return [one.stats() for one in sums]
 
-    def _pieces(self, pair: Pair) -> Iterator[tuple[memoryview, memoryview]]:
-        by_chunk = self._old.whole_elements(pair.old) and self._new.whole_elements(pair.new)
-        if pair.chunks is not None and by_chunk:
-            old = self._old.batches(pair.old, pair.chunks)
-            new = self._new.batches(pair.new, pair.chunks)
-        else:
+    def _pieces(self, pairs: Sequence[Pair]) -> Iterator[tuple[int, memoryview, memoryview]]:
+        """(number of the pair, bytes before, bytes after), whole elements each."""
+        numbers: list[int] = []
+        before: list[tuple[TensorView, NDArray[Any]]] = []
+        after: list[tuple[TensorView, NDArray[Any]]] = []
+        for number, pair in enumerate(pairs):
+            by_chunk = self._old.whole_elements(pair.old) and self._new.whole_elements(pair.new)
+            if pair.chunks is not None and by_chunk:
+                numbers.append(number)
+                before.append((pair.old, pair.chunks))
+                after.append((pair.new, pair.chunks))
+                continue
             size = BATCH // 64 * 64  # a multiple of every element's width
-            old = _cut(self._whole_old.tensor(pair.old), size)
-            new = _cut(self._whole_new.tensor(pair.new), size)
-        return zip(old, new, strict=True)
+            whole_old = _cut(self._whole_old.tensor(pair.old), size)
+            whole_new = _cut(self._whole_new.tensor(pair.new), size)
+            for old, new in zip(whole_old, whole_new, strict=True):
+                yield number, old, new
+        together = zip(self._old.many(before), self._new.many(after), strict=True)
+        for (index, old), (_, new) in together:
+            yield numbers[index], old, new
 
 
 def _cut(source: Iterator[memoryview], size: int) -> Iterator[memoryview]:
@@ -86,12 +100,13 @@ def add_values(
     """
     kept: list[TensorChange] = []
     same_bytes = 0
+    paths = list(comparison.pairs)
+    found = dict(zip(paths, reader.stats(list(comparison.pairs.values()), progress), strict=True))
     for change in comparison.tensors:
-        pair = comparison.pairs.get(change.path)
-        if pair is None:
+        stats = found.get(change.path)
+        if stats is None:
             kept.append(change)
             continue
-        stats = reader.stats(pair, progress)
         if stats.changed_elements == 0 and not change.attributes:
             same_bytes += change.changed_bytes
             continue

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
 
 from deltackpt_store.manifest import Snapshot, TensorView, element_bytes
 from deltackpt_store.reader import ChunkReader
@@ -33,28 +33,45 @@ class ChunkRows:
         aligned = spec.chunk_bytes % width == 0 and view.offset % width == 0
         return aligned and is_contiguous(view) and not spec.inline
 
-    def batches(self, view: TensorView, rows: NDArray[Any]) -> Iterator[memoryview]:
-        """The bytes of the tensor that lie in the chunks `rows` (ascending), one after the other.
+    def many(
+        self, wanted: Sequence[tuple[TensorView, NDArray[Any]]]
+    ) -> Iterator[tuple[int, memoryview]]:
+        """The chunks `rows` (ascending) of several tensors: (number in `wanted`, bytes of a chunk).
 
-        Each piece is valid until the next is asked for. `whole_elements(view)` must hold.
+        They are read together, which for many small ones is much faster than one by one. Each
+        piece is valid until the next is asked for. `whole_elements` must hold for every tensor.
         """
-        spec = self.snapshot.layout.extents[view.extent]
-        ids = self.snapshot.chunks[view.extent]
-        size = spec.chunk_bytes
-        at_once = max(1, BATCH // size)
-        start, stop = span(view)
-        for first in range(0, len(rows), at_once):
-            some: list[int] = rows[first : first + at_once].tolist()
-            if len(self._buffer) < len(some) * size:
-                self._buffer = bytearray(len(some) * size)
-            memory = memoryview(self._buffer)
-            position = 0
-            requests: list[tuple[bytes, memoryview]] = []
-            for row in some:
+        held: list[tuple[int, TensorView, int, int]] = []  # number, view, row, length
+        size = 0
+        for number, (view, rows) in enumerate(wanted):
+            spec = self.snapshot.layout.extents[view.extent]
+            for row in cast("list[int]", rows.tolist()):
                 length = spec.chunk_length(row)
-                requests.append((ids[row].tobytes(), memory[position : position + length]))
-                position += length
-            self._reader.read(requests)
-            head = max(start - some[0] * size, 0)
-            tail = max(some[-1] * size + spec.chunk_length(some[-1]) - stop, 0)
-            yield memory[head : position - tail]
+                if held and size + length > BATCH:
+                    yield from self._together(held)
+                    held, size = [], 0
+                held.append((number, view, row, length))
+                size += length
+        if held:
+            yield from self._together(held)
+
+    def _together(
+        self, held: list[tuple[int, TensorView, int, int]]
+    ) -> Iterator[tuple[int, memoryview]]:
+        needed = sum(length for *_, length in held)
+        if len(self._buffer) < needed:
+            self._buffer = bytearray(needed)
+        memory = memoryview(self._buffer)
+        position = 0
+        requests: list[tuple[bytes, memoryview]] = []
+        pieces: list[tuple[int, memoryview]] = []
+        for number, view, row, length in held:
+            spec = self.snapshot.layout.extents[view.extent]
+            part = memory[position : position + length]
+            position += length
+            requests.append((self.snapshot.chunks[view.extent][row].tobytes(), part))
+            start, stop = span(view)
+            at = row * spec.chunk_bytes
+            pieces.append((number, part[max(start - at, 0) : min(stop - at, length)]))
+        self._reader.read(requests)
+        yield from pieces

@@ -170,6 +170,7 @@ class _Updates:
 
     def __init__(self, store: Store, walk: RunWalk, line: list[Commit]) -> None:
         self._store, self._walk, self._line = store, walk, line
+        store.index()  # all packs at once: step by step the index would be sorted each time
         self._found: dict[tuple[int, int], float] = {}
         self.not_finite: list[tuple[int, str, int]] = []
 
