@@ -263,7 +263,7 @@ def test_signals_at_any_moment_save_at_the_next_step(tmp_path: Path, writer: str
     def shoot():
         global sent
         rng = random.Random(7)
-        while sent < 200:
+        while sent < 200 or len(watch.preempted) < 8:
             if stop.wait(rng.random() * 0.004):
                 return
             os.kill(os.getpid(), rng.choice([signal.SIGTERM, signal.SIGUSR1]))
@@ -271,7 +271,7 @@ def test_signals_at_any_moment_save_at_the_next_step(tmp_path: Path, writer: str
 
     with Checkpointer(path, state, writer=writer, every=7, observers=[watch],
                       save_on=(signal.SIGTERM, signal.SIGUSR1)) as ckpt:
-        shooter = threading.Thread(target=shoot)
+        shooter = threading.Thread(target=shoot, daemon=True)
         shooter.start()
         step = 0
         while shooter.is_alive():
