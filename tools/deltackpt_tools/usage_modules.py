@@ -46,8 +46,7 @@ def measure_modules(
     a chunk is coded against counts for the module as well.
     """
     catalogue = Catalogue(store)
-    keys: dict[str, Keys] = {}
-    newest: dict[str, Keys] = {}
+    keys: dict[str, list[Keys]] = {}
     commits = [commit for _, of_run in all_commits(store, []) for commit in of_run]
     seen: dict[str, list[NDArray[np.uint8]]] = {}
     for done, commit in enumerate(commits):
@@ -63,19 +62,12 @@ def measure_modules(
                 arrays.setdefault(fold(layout.paths[view.slot], depth), []).append(ids)
         for module, present in arrays.items():
             before = seen.get(module, [])
-            same = len(before) == len(present) and all(
-                a is b for a, b in zip(before, present, strict=True)
-            )
-            if same:
-                continue
             seen[module] = present
-            mine = np.unique(joined([chunk_keys(ids) for ids in present], np.uint64))
-            newest[module] = mine
-            known = keys.get(module)
-            keys[module] = mine if known is None else np.union1d(known, mine)
+            keys.setdefault(module, []).extend(_fresh(before, present))
         if progress is not None:
             progress(done + 1, len(commits))
     places = {module: _places(catalogue, wanted) for module, wanted in keys.items()}
+    newest = {m: _places(catalogue, [chunk_keys(ids) for ids in seen[m]]) for m in keys}
     holders = np.zeros(len(catalogue.keys), np.int32)
     for mine in places.values():
         holders[mine] += 1
@@ -87,13 +79,21 @@ def measure_modules(
                 module=module,
                 total_bytes=int(stored.sum()),
                 unique_bytes=int(stored[holders[mine] == 1].sum()),
-                newest_bytes=int(catalogue.stored[_places(catalogue, newest[module])].sum()),
+                newest_bytes=int(catalogue.stored[newest[module]].sum()),
                 chunks=len(mine),
             )
         )
     return sorted(found, key=lambda one: (-one.total_bytes, natural(one.module)))
 
 
-def _places(catalogue: Catalogue, keys: Keys) -> NDArray[np.intp]:
-    places, known = catalogue.find(keys)
+def _fresh(before: list[NDArray[np.uint8]], present: list[NDArray[np.uint8]]) -> list[Keys]:
+    """Keys of the chunks in `present` that do not lie in the same place of `before`."""
+    if [len(ids) for ids in before] != [len(ids) for ids in present]:
+        return [chunk_keys(ids) for ids in present]
+    pairs = [(a, b) for a, b in zip(before, present, strict=True) if a is not b]
+    return [chunk_keys(b[(a != b).any(axis=1)]) for a, b in pairs]
+
+
+def _places(catalogue: Catalogue, keys: list[Keys]) -> NDArray[np.intp]:
+    places, known = catalogue.find(np.unique(joined(keys, np.uint64)))
     return catalogue.closure(places[known])
