@@ -47,8 +47,7 @@ class Confirmer:
         """From here on these packs, and no others, count as absent, whatever the index says."""
         self._absent = packs
         self._confirmed.clear()
-        for pack in packs.intersection(self._handles):
-            self._close(self._handles.pop(pack)[0])
+        self.close()  # what is open may have been deleted
 
     def find(self, chunk_id: bytes, depth: int = 0) -> Location | None:
         """The confirmed location of the chunk, or None."""

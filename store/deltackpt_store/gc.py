@@ -135,7 +135,7 @@ class _Collection:
 
     def plan(self) -> GcReport:
         """What would be deleted, as far as one marking tells."""
-        _, marking, doomed = self._mark(self._avoid)
+        _, marking, doomed = self._mark(())
         report = _report(marking, doomed)
         report.dry_run = True
         report.generation = newest_number(self._io, self._root)
@@ -145,7 +145,7 @@ class _Collection:
         last = self._last()
         # What was condemned once stays so as long as another pack has its chunks: a collection
         # that goes on where one was killed must not choose the other way round.
-        roots, marking, doomed = self._mark(self._avoid | last.packs)
+        roots, marking, doomed = self._mark(last.packs)
         if doomed.nothing:
             self._tidy(last.number)
             report = _report(marking, doomed)
@@ -153,7 +153,7 @@ class _Collection:
             return report
         generation = self._publish(last, roots, doomed, marking)
         claims, writers = self._settle(generation, wait)
-        roots, marking, now = self._mark(self._avoid | generation.packs)
+        roots, marking, now = self._mark(generation.packs)
         final = _final(doomed, now, generation, claims)
         self._prove(marking, final)
         self._sync(roots)
@@ -170,11 +170,11 @@ class _Collection:
 
     # marking -------------------------------------------------------------------------------
 
-    def _mark(self, avoid: Collection[str]) -> tuple[Roots, Marking, Doomed]:
+    def _mark(self, condemned: Collection[str]) -> tuple[Roots, Marking, Doomed]:
         # Names first: what is published after they were listed is none of this collection's.
         lying = leftovers(self._io, self._root)
         roots = read_roots(self._store)
-        marking = mark(self._store, roots, avoid=avoid)
+        marking = mark(self._store, roots, avoid=self._avoid, condemned=condemned)
         return roots, marking, unneeded(self._store, roots, marking, lying)
 
     def _last(self) -> Generation:
@@ -242,6 +242,7 @@ class _Collection:
                 return leases.Claims(frozenset(packs), frozenset(manifests)), len(settled)
             if not wait(missing):
                 raise self._busy(missing)
+            self._check_mine(generation)
 
     def _busy(self, writers: list[str]) -> ConflictError:
         who = ", ".join(leases.holder(self._io, self._root, writer) for writer in writers[:5])

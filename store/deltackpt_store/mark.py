@@ -152,12 +152,19 @@ class Marking:
     """The result: `live` says of each group whether anything needs it, `kept` of each row whether
     it is the record that is to serve its chunk."""
 
-    def __init__(self, catalogue: Catalogue, avoid: Collection[str] = ()) -> None:
-        """`avoid` are packs that keep a chunk only when no other pack holds it."""
+    def __init__(
+        self,
+        catalogue: Catalogue,
+        avoid: Collection[str] = (),
+        condemned: Collection[str] = (),
+    ) -> None:
+        """`avoid` are packs that keep a chunk only when no other pack holds it; `condemned` ones
+        only when no other pack, nor one to be avoided, holds it."""
         self.catalogue = catalogue
         self.live: Bools = np.zeros(catalogue.groups, np.bool_)
         self.kept: Bools = np.zeros(len(catalogue.ids), np.bool_)
         self._avoid = frozenset(avoid)
+        self._condemned = frozenset(condemned)
 
     def reach(self, groups: Ints) -> None:
         """These are needed."""
@@ -184,18 +191,20 @@ class Marking:
     def _best(self) -> NDArray[np.uint32]:
         """Of each group the record that is kept most willingly.
 
-        Packs not to be avoided come first, then records that need no other chunk, then the packs
-        with the larger live share.
+        Packs that are not condemned come first, then those not to be avoided, then records that
+        need no other chunk, then the packs with the larger live share.
         """
         catalogue = self.catalogue
         if not catalogue.groups:
             return np.empty(0, np.uint32)
         packs = len(catalogue.names)
-        avoided = np.array([name in self._avoid for name in catalogue.names], np.uint64)
+        dislike = np.array(
+            [2 * (n in self._condemned) + (n in self._avoid) for n in catalogue.names], np.uint64
+        )
         by_share = np.lexsort((np.arange(packs), -self.live_shares()))
         rank = np.empty(packs, np.uint64)
         rank[by_share] = np.arange(packs, dtype=np.uint64)
-        score = np.repeat(rank + avoided * np.uint64(2 * packs), np.diff(catalogue.first))
+        score = np.repeat(rank + dislike * np.uint64(2 * packs), np.diff(catalogue.first))
         score[catalogue.coded.rows] += np.uint64(packs)
         score <<= np.uint64(32)
         score |= np.arange(len(score), dtype=np.uint64)
@@ -293,14 +302,21 @@ class Marking:
 
 
 def mark(
-    store: Store, roots: Roots, *, avoid: Collection[str] = (), without: Collection[str] = ()
+    store: Store,
+    roots: Roots,
+    *,
+    avoid: Collection[str] = (),
+    condemned: Collection[str] = (),
+    without: Collection[str] = (),
 ) -> Marking:
     """Mark from `roots` over all packs that lie in the store now, save those `without`.
+
+    `avoid` and `condemned` as of `Marking`.
 
     CorruptionError when anything needed is missing or unreadable, StorageError.
     """
     catalogue = Catalogue(store, [n for n in store.packs.names() if n not in without])
-    marking = Marking(catalogue, avoid)
+    marking = Marking(catalogue, avoid, condemned)
     for base, users in _by_base(roots).items():
         _mark_base(store, base, users, marking)
     marking.choose()

@@ -2,9 +2,9 @@
 
 A commit is taken off by creating ``<number>.retired`` beside it (empty, durable); garbage
 collection then deletes what nothing else needs. Rules are applied to the lineage of the run's
-newest commit; steps that were abandoned by going back are kept by no rule. Never taken off: the
-newest commit that can be restored and anything newer, what is pinned, what somebody holds (a
-reader, or a training that was restored from it and has not saved yet), and commits of other runs.
+newest restorable commit; steps that were abandoned by going back are kept by no rule. Never taken
+off: the newest commit that can be restored and anything newer, what is pinned, what somebody holds
+(a reader, or a training that was restored from it and has not saved yet), commits of other runs.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def apply(store: Store, run: str, keep: object, *, dry_run: bool = False) -> Ret
     rules = keep_of(keep)
     commits = store.commits(run)
     newest = _newest_restorable(store, commits, run)
-    plan = _plan(store, run, rules, commits, store.lineage(run), newest)
+    plan = _plan(store, run, rules, commits, newest)
     if not dry_run:
         retire(store, plan.retired)
     return plan
@@ -140,8 +140,7 @@ class Retention:
                 )  # fmt: skip
         self._known = known
         commits = [known[number] for number in sorted(known)]
-        mine = [c for c in commits if c is newest or _continues(newest, c)]
-        plan = _plan(store, run, self._keep, commits, mine, newest)
+        plan = _plan(store, run, self._keep, commits, newest)
         retire(store, plan.retired)
         for commit in plan.retired:
             del self._known[commit.number]
@@ -184,10 +183,10 @@ def _plan(
     run: str,
     keep: Keep,
     commits: Sequence[Commit],
-    lineage: Sequence[Commit],
     newest: Commit,
 ) -> RetentionPlan:
-    """`lineage` and `commits` (all of the run, not retired) ascend; `newest` must stay."""
+    """`commits` are all of the run that are not retired, ascending; `newest` must stay."""
+    lineage = [c for c in commits if c is newest or _continues(newest, c)]
     reasons = _reasons(keep, lineage)
     pinned = {(pin.run, pin.number) for pin in _pins(store)}
     try:

@@ -45,7 +45,8 @@ class Standing:
         self._lease = lease
         self._entered = False
         self._owed: Claims | None = None  # acknowledgement that could not be written yet
-        self._strict = False  # a collection may have passed this writer by: prove every commit
+        self.strict = False
+        """A collection may have passed this writer by: every commit is proved."""
 
     @property
     def seen(self) -> int:
@@ -76,7 +77,7 @@ class Standing:
         protected = self._protected()
         claims = claim(generation) if protected else NOTHING
         if not protected:
-            self._strict = True
+            self.strict = True
         self.packs = generation.packs - claims.packs
         self.manifests = generation.manifests - claims.manifests
         self.generation = generation
@@ -135,9 +136,9 @@ class Standing:
             )  # fmt: skip
         if self._protected():
             return
-        if number == self.seen and not self._strict:
+        if number == self.seen and not self.strict:
             return
-        self._strict = True
+        self.strict = True
         if generation is not None and _is_whole(self._io, self._root, commit, generation):
             return
         self._withdraw(path)

@@ -178,6 +178,9 @@ class StoreWriter:
         self._confirmer.ban(absent)
         for name in absent:
             self._uncommitted.drop_pack(name)
+        if self._standing.strict:  # what was put may be gone: whoever puts it again stores it
+            self._uncommitted = MemoryIndex()
+            self._unflushed = {}
         self._durable -= absent
         for chunk_id, put in list(self._unflushed.items()):
             if any(self._place(ref) is None for ref in put.refs):
@@ -478,7 +481,11 @@ class StoreWriter:
                 kind="commit-taken", run=run, number=number, step=step,
                 hint="let one writer at a time save to a run, or give this one its own run",
             )  # fmt: skip
-        self._standing.settle(record, path)
+        try:
+            self._standing.settle(record, path)
+        except StateError:
+            self.heed()
+            raise
         self._relied.clear()
         self._named.clear()
         self._index_committed()

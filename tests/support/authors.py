@@ -7,12 +7,14 @@ are equal chunks wherever they were saved.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
 import xxhash
 from blake3 import blake3
-from deltackpt_store.fileio import FileIO
+from deltackpt_store.fileio import FileIO, make_directories
+from deltackpt_store.gc import GcReport, collect
 from deltackpt_store.index import MemoryIndex, list_packs, refresh
 from deltackpt_store.leases import Lease
 from deltackpt_store.manifest import Commit, ExtentSpec, Layout, Snapshot, TensorView
@@ -99,8 +101,11 @@ class Author:
         refresh(self.index, store.io, store.path, list_packs(store.io, store.path))
         self.writer = StoreWriter(self.store, codec="none", index=self.index, lease=held)
         self.parent: Commit | None = None
+        self.hints: Sequence[str] = ()
+        """Packs to name in manifests instead of the right ones: hints mean nothing."""
 
-    def save(self, step: int, words: Sequence[str], *, number: int | None = None) -> Commit:
+    def prepare(self, words: Sequence[str]) -> None:
+        """Everything of a save but its commit."""
         puts = [self.writer.put(memoryview(chunk_of(word))) for word in words]
         self.writer.flush()
         packs = {name for put in puts for name in self.writer.packs_of(put)}
@@ -108,16 +113,40 @@ class Author:
         snapshot = Snapshot(
             layout_of(len(words)), {1: msgspec.msgpack.encode(list(words))}, {}, {0: ids}
         )
-        manifest = to_base(snapshot, packs)
-        digest = self.writer.write_manifest(manifest)
+        self._manifest = to_base(snapshot, self.hints or packs)
+        self._digest = self.writer.write_manifest(self._manifest)
+
+    def finish(self, step: int, *, number: int | None = None) -> Commit:
+        """Commit what was prepared."""
         self.parent = self.writer.commit(
-            run=self.run, step=step, parent=self.parent, manifest=digest, base=None,
-            root=manifest.root, packs=packs, number=number,
+            run=self.run, step=step, parent=self.parent, manifest=self._digest, base=None,
+            root=self._manifest.root, packs=self._manifest.packs, number=number,
         )  # fmt: skip
         return self.parent
 
+    def save(self, step: int, words: Sequence[str], *, number: int | None = None) -> Commit:
+        self.prepare(words)
+        return self.finish(step, number=number)
+
+    def heed(self) -> None:
+        self.writer.heed()
+
     def close(self) -> None:
         self.writer.close()
+
+
+def collected(store: Store, *writers: Author | Session, **options: Any) -> GcReport:
+    """Collect beside live writers, each of which gets its turn while the collection waits."""
+    waits = 0
+
+    def wait(missing: list[str]) -> bool:
+        nonlocal waits
+        waits += 1
+        for writer in writers:
+            writer.heed()
+        return waits < 10
+
+    return collect(store, wait=wait, **options)
 
 
 class _NoLock:
@@ -143,6 +172,7 @@ class Session:
             1, store.path.encode(), run, self.SEED, 4, 16 * CHUNK,
             WriterOptions(codec="none", **options),
         )  # fmt: skip
+        make_directories(io, f"{store.path}/runs/{run}")
         lease = Lease.take(io, store.path, writer_id(f"session {name or run}"))
         index = MemoryIndex()
         refresh(index, io, store.path, list_packs(io, store.path))
@@ -205,6 +235,9 @@ class Session:
 
     def commit_of(self, report: Committed) -> Commit:
         return self.store.read_commit(report.run, report.number)
+
+    def heed(self) -> None:
+        self.writer.attend()
 
     def close(self) -> None:
         self.writer.close()

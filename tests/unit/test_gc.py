@@ -1,0 +1,960 @@
+"""Prevents: garbage collection deletes what is needed, forgets what is not, or cannot go on.
+
+Each guard of the protocol has a test here that fails without it; see docs/durability.md.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from authors import (
+    CHUNK,
+    Author,
+    Session,
+    check_everything,
+    chunk_of,
+    collected,
+    words_in,
+)
+from deltackpt_store import leases
+from deltackpt_store.codecs import Encoded
+from deltackpt_store.errors import (
+    ConflictError,
+    CorruptionError,
+    StateError,
+    StorageError,
+    UnsupportedFormatError,
+)
+from deltackpt_store.fileio import Buffer, FileIO, temporary_name
+from deltackpt_store.gc import collect
+from deltackpt_store.generation import newest_number, read_generation
+from deltackpt_store.index import MemoryIndex
+from deltackpt_store.leases import Lease, hold
+from deltackpt_store.mark import Catalogue, mark
+from deltackpt_store.names import number_name, pack_path
+from deltackpt_store.pack_writer import PackWriter
+from deltackpt_store.protocol import NeedSlots
+from deltackpt_store.retention import retire
+from deltackpt_store.roots import read_roots
+from deltackpt_store.store import Store
+
+IO = FileIO()
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store.create(tmp_path / "store")
+
+
+@pytest.fixture
+def new(store: Store) -> Iterator[Callable[..., Author]]:
+    authors: list[Author] = []
+
+    def open_one(name: str = "main", run: str = "main") -> Author:
+        author = Author(Store.open(store.path), name)
+        author.run = run
+        if run in store.runs() and store.numbers(run):
+            author.parent = store.head(run)
+        authors.append(author)
+        return author
+
+    yield open_one
+    for author in authors:
+        author.close()
+
+
+def with_garbage(store: Store, new: Callable[..., Author]) -> None:
+    """Step 1 (retired) said "garbage", step 2 says "base"."""
+    author = new()
+    first = author.save(1, ["garbage"])
+    author.save(2, ["base"])
+    author.close()
+    retire(store, [first])
+
+
+def files(store: Store, top: str = "") -> list[str]:
+    return sorted(str(p.relative_to(store.path)) for p in Path(store.path, top).rglob("*")
+                  if p.is_file())  # fmt: skip
+
+
+# what goes and what stays -----------------------------------------------------------------------
+
+
+def test_what_nothing_reaches_goes(store: Store, new: Callable[..., Author]) -> None:
+    with_garbage(store, new)
+    garbage = store.packs.names()
+    report = collect(store)
+    assert report.commits == [("main", 1)]
+    assert len(report.packs) == len(report.manifests) == 1
+    assert set(report.packs) < set(garbage)
+    assert report.pack_bytes > CHUNK
+    assert len(files(store, "manifests")) == len(files(store, "packs")) == 1
+    assert [f for f in files(store, "runs") if not f.endswith(".lock")] == [
+        f"runs/main/{number_name(2)}"
+    ]
+    check_everything(store)
+
+
+def test_a_store_without_garbage_stays_as_it_is(store: Store, new: Callable[..., Author]) -> None:
+    new().save(1, ["a"])
+    before = files(store)
+    assert collected(store).nothing
+    assert newest_number(IO, store.path) == 0
+    assert set(before) - set(files(store)) == set()
+
+
+def test_a_dry_run_tells_and_touches_nothing(store: Store, new: Callable[..., Author]) -> None:
+    with_garbage(store, new)
+    before = {f: os.stat(f"{store.path}/{f}").st_mtime_ns for f in files(store)}
+    plan = collect(store, dry_run=True)
+    assert {f: os.stat(f"{store.path}/{f}").st_mtime_ns for f in files(store)} == before
+    done = collect(store)
+    assert (plan.packs, plan.manifests, plan.commits) == (done.packs, done.manifests, done.commits)
+
+
+def test_chunks_that_live_ones_are_coded_against_stay(
+    store: Store, new: Callable[..., Author]
+) -> None:
+    """A reference that no manifest names is needed all the same."""
+    author = new()
+    author.save(1, ["reference"])
+    author.save(2, ["coded"])
+    author.close()
+    reference, plain = store.packs.names()
+    coded = _pack(store, "11" * 8, [("coded", ("reference",))])
+    os.unlink(f"{store.path}/{pack_path(plain)}")  # the coded record is the only one left
+    retire(store, [store.read_commit("main", 1)])
+    report = collect(store)
+    assert report.commits == [("main", 1)]
+    assert store.packs.names() == sorted([coded, reference])
+    os.unlink(f"{store.path}/{pack_path(reference)}")
+    with pytest.raises(CorruptionError, match="coded against"):
+        collect(store)
+
+
+def test_leftovers_of_the_dead_go_and_those_of_the_living_stay(
+    store: Store, new: Callable[..., Author]
+) -> None:
+    """Else a crash leaves files for ever, or a pack vanishes while it is being written."""
+    living = new("living")
+    living.writer.put(memoryview(chunk_of("x")))
+    names = {
+        "dead": f"packs/00/{temporary_name('00112233445566aa-00000001.pack')}",
+        "manifest": f"manifests/{temporary_name('ab' * 32)}",
+        "commit": f"runs/main/{temporary_name(number_name(7))}",
+        "top": temporary_name("FORMAT"),
+        "living": f"packs/00/{temporary_name(f'{living.writer.writer}-00000001.pack')}",
+    }
+    for name in names.values():
+        path = Path(store.path, name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"half")
+    report = collected(store, living)
+    assert set(report.leftovers) == set(names.values()) - {names["living"]}
+    assert {n for n in names.values() if Path(store.path, n).exists()} == {names["living"]}
+
+
+def test_commit_numbers_are_never_used_again(store: Store, new: Callable[..., Author]) -> None:
+    author = new()
+    commits = [author.save(step, [str(step)]) for step in range(4)]
+    retire(store, commits[:3])
+    collected(store, author)
+    assert author.save(9, ["x"]).number == 5
+    author.close()
+    assert new("again").save(10, ["y"]).number == 6
+
+
+# anything unreadable ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("what", ["commit", "manifest", "pack", "pin", "base"])
+def test_nothing_is_deleted_beside_damage(
+    store: Store, new: Callable[..., Author], what: str
+) -> None:
+    """What a damaged record needs is not known, so nothing may be called unneeded."""
+    with_garbage(store, new)
+    head = store.head("main")
+    store.pin("good", head)
+    path = {
+        "commit": f"runs/main/{number_name(head.number)}",
+        "manifest": f"manifests/{head.manifest.hex()}",
+        "base": f"manifests/{head.manifest.hex()}",
+        "pack": pack_path(store.snapshot(head).packs[0]),
+        "pin": "pins/good",
+    }[what]
+    file = Path(store.path, path)
+    if what == "base":
+        file.unlink()
+    else:
+        data = bytearray(file.read_bytes())
+        data[-1] ^= 1
+        file.write_bytes(data)
+    before = files(store)
+    for dry in (True, False):
+        with pytest.raises(CorruptionError):
+            collect(store, dry_run=dry)
+    assert set(before) <= set(files(store))
+
+
+@pytest.mark.parametrize("what", ["runs", "runs/main", "pins", "packs", "manifests", "gc/holds"])
+def test_a_listing_that_fails_is_not_an_empty_one(
+    store: Store, new: Callable[..., Author], what: str
+) -> None:
+    with_garbage(store, new)
+    held = hold(IO, store.path, store.head("main"))
+    assert held is not None
+
+    class Unlistable(FileIO):
+        def list(self, path: str) -> list[str]:
+            if path == f"{store.path}/{what}":
+                raise OSError(errno.ESTALE, "Stale file handle", path)
+            return super().list(path)
+
+    before = files(store)
+    with pytest.raises(StorageError):
+        collect(Store.open(store.path, io=Unlistable()))
+    assert set(before) <= set(files(store))
+    held.release()
+
+
+def test_a_lost_directory_of_pins_is_not_an_empty_one(
+    store: Store, new: Callable[..., Author]
+) -> None:
+    with_garbage(store, new)
+    Path(store.path, "pins").rmdir()
+    with pytest.raises(StorageError, match="pins"):
+        collect(store)
+    assert len(store.packs.names()) == 2
+
+
+def test_a_listed_commit_that_cannot_be_found_stops_everything(
+    store: Store, new: Callable[..., Author]
+) -> None:
+    """A stale directory of a network file system must not make a step count as withdrawn."""
+    with_garbage(store, new)
+    head = f"{store.path}/runs/main/{number_name(2)}"
+
+    class Stale(FileIO):
+        def open(self, path: str) -> int:
+            if path == head:
+                raise FileNotFoundError(errno.ENOENT, "No such file or directory", path)
+            return super().open(path)
+
+    with pytest.raises(CorruptionError, match="is listed and cannot be found"):
+        collect(Store.open(store.path, io=Stale()))
+    assert len(store.packs.names()) == 2
+
+
+def test_a_store_that_needs_more_is_left_alone(store: Store) -> None:
+    import msgspec
+
+    store.format = msgspec.structs.replace(store.format, gc=("something-new",))
+    with pytest.raises(UnsupportedFormatError, match="something-new"):
+        collect(store)
+
+
+# writers ----------------------------------------------------------------------------------------
+
+
+def test_a_live_writer_is_waited_for(store: Store, new: Callable[..., Author]) -> None:
+    with_garbage(store, new)
+    author = new("living")
+    author.writer.put(memoryview(chunk_of("x")))
+    with pytest.raises(ConflictError, match="process") as caught:
+        collect(store, timeout=0)
+    assert caught.value.kind == "gc-busy"
+    assert len(store.packs.names()) == 2
+    assert len(collected(store, author).packs) == 1
+
+
+# case 128
+def test_what_was_committed_meanwhile_is_pardoned(store: Store, new: Callable[..., Author]) -> None:
+    """Guard: the second marking. The commit falls between the first marking and the ack."""
+    with_garbage(store, new)
+    author = new("living")
+    held: list[Any] = []
+
+    def commit(_: object) -> bool:
+        if not held:
+            held.append(author.finish(3))
+        author.heed()
+        return True
+
+    author.prepare(["garbage"])  # all but the commit
+    report = collect(store, wait=commit)
+    assert report.pardoned
+    check_everything(store, held)
+
+
+# case 128
+def test_what_a_writer_builds_upon_is_pardoned(store: Store, new: Callable[..., Author]) -> None:
+    """Guard: claims. The commit comes only after the collection, of packs and manifest."""
+    with_garbage(store, new)
+    author = new("living")
+    author.prepare(["garbage"])
+    report = collected(store, author)
+    assert report.pardoned
+    assert not report.packs
+    check_everything(store, [author.finish(3)])
+
+
+# case 128
+def test_what_a_save_in_flight_builds_upon_is_pardoned(
+    store: Store, new: Callable[..., Author]
+) -> None:
+    """Guard: a session claims what the tables of its saves need."""
+    with_garbage(store, new)
+    session = Session(store, "main", IO)
+    save = session.begin(3, ["garbage", "more"])
+    report = collected(store, session)
+    assert report.pardoned
+    committed = session.finish(save)
+    assert committed is not None
+    check_everything(store, [committed])
+    session.close()
+
+
+def test_tables_kept_for_later_saves_count_too(store: Store, new: Callable[..., Author]) -> None:
+    """A save relative to one whose commit was retired meanwhile inherits its chunks."""
+    session = Session(store, "main", IO)
+    session.save(1, ["a", "b"])
+    session.save(2, ["c", "d"], relative=1)
+    retire(store, [store.read_commit("main", 1)])
+    collected(store, session)
+    third = session.save(3, ["a", "x"], relative=1)
+    assert third is not None
+    session.close()
+    check_everything(store, [third])
+
+
+def test_condemned_packs_hold_nothing_for_new_saves(
+    store: Store, new: Callable[..., Author]
+) -> None:
+    """Guard: after its acknowledgement a writer stores again what only a condemned pack holds."""
+    with_garbage(store, new)
+    author = new("living")
+    author.writer.put(memoryview(chunk_of("x")))  # has its lease, and relies on nothing condemned
+    made: list[Any] = []
+
+    def save(_: object) -> bool:
+        author.heed()
+        if not made:
+            made.append(author.save(3, ["garbage"]))
+        return True
+
+    report = collect(store, wait=save)
+    assert report.packs
+    check_everything(store, made)
+
+
+def test_a_writer_that_comes_later_knows_what_is_condemned(
+    store: Store, new: Callable[..., Author]
+) -> None:
+    """Guard: the newest generation is read before anything is relied upon."""
+    with_garbage(store, new)
+    first = new("first")
+    first.writer.heed()
+    made: list[Any] = []
+
+    def save(_: object) -> bool:
+        if not made:
+            second = new("second")  # its index knows the condemned pack
+            made.append(second.save(3, ["garbage"]))
+        first.heed()
+        return True
+
+    assert collect(store, wait=save).packs
+    check_everything(store, made)
+
+
+def test_the_lease_comes_before_the_index(tmp_path: Path, new: Callable[..., Author]) -> None:
+    """Guard: what the index finds cannot be collected behind the writer's back."""
+    from deltackpt_store import open_run
+    from deltackpt_store.client import WriterClient
+
+    seen: list[list[str]] = []
+    real = open_run.open_index
+
+    def looking(store: Any, **options: Any) -> Any:
+        seen.append(os.listdir(f"{store.path}/gc/leases"))
+        return real(store, **options)
+
+    open_run.open_index = looking
+    try:
+        client = WriterClient(tmp_path / "s2", "main", seed=1, ring_bytes=1 << 20, mode="thread")
+        client.ready(60)
+        client.close(60)
+    finally:
+        open_run.open_index = real
+    assert [len(names) for names in seen] == [1]
+
+
+def test_blobs_of_a_failed_save_are_not_relied_upon_when_collected(
+    store: Store, new: Callable[..., Author]
+) -> None:
+    """Guard: a writer forgets its own packs too, when they are condemned."""
+    session = Session(store, "main", IO)
+    session.save(5, ["a"])
+    failed = session.begin(6, ["lost"])
+    session.writer.handle(NeedSlots())
+    session.writer.relieve()  # the blob is durable, in a pack of its own
+    session.save(7, ["b"])
+    assert session.finish(failed) is None  # no longer after the newest step
+    assert collected(store, session).packs
+    again = session.save(8, ["lost"])
+    assert again is not None
+    session.close()
+    check_everything(store, [again])
+
+
+def test_an_equal_manifest_about_to_go_is_not_built_upon(
+    store: Store, new: Callable[..., Author]
+) -> None:
+    """Guard: the salt. The same step saved again has the same manifest, which is condemned."""
+    with_garbage(store, new)
+    author = new("living")
+    author.writer.heed()
+    made: list[Any] = []
+
+    def save(_: object) -> bool:
+        author.heed()
+        if not made:
+            made.append(author.save(3, ["garbage"]))
+        return True
+
+    first = store.read_commit("main", 1)
+    author.hints = store.snapshot(first).packs  # makes the manifests equal to the byte
+    report = collect(store, wait=save)
+    assert report.manifests == [first.manifest.hex()]
+    assert made[0].manifest != first.manifest
+    assert made[0].root == first.root
+    check_everything(store, made)
+
+
+def test_a_base_about_to_go_is_not_built_upon(store: Store) -> None:
+    """Guard: deltas are written against a base that stays."""
+    words = [f"w{i}" for i in range(12)]
+    session = Session(store, "main", IO)
+    first = session.save(1, words)
+    assert first is not None
+    assert first.base
+    session.close()
+    commit = store.head("main")
+    other = Session(store, "main", IO, name="other")
+    save = other.begin(2, ["x", *words[1:]], commit=commit)
+    other.writer._release_hold()  # pyright: ignore[reportPrivateUsage] - as if holds did not work
+    author = Author(Store.open(store.path), "author")
+    author.run = "main"
+    newest = author.save(9, ["y"])
+    author.close()
+    retire(store, [commit])
+    report = collected(store, other)
+    assert commit.manifest.hex() in report.manifests
+    assert other.finish(save) is None or True
+    other.close()
+    check_everything(store, [newest])
+
+
+def test_moved_chunks_are_found_in_their_new_place(
+    store: Store, new: Callable[..., Author]
+) -> None:
+    """A session lets go of a pack when another one holds its chunks; else nothing is ever freed."""
+    session = Session(store, "main", IO)
+    session.save(1, ["a", "b", "c"])
+    old = set(store.packs.names())
+    copier = new("copier", "other")
+    copier.writer._index = MemoryIndex()  # pyright: ignore[reportPrivateUsage] - knows of no copy
+    copier.writer._confirmer._index = MemoryIndex()  # pyright: ignore[reportPrivateUsage]
+    copier.save(1, ["a", "b", "c"])
+    copier.close()
+    report = collected(store, session, avoid=old)
+    assert set(report.packs) == old
+    second = session.save(2, ["a", "b", "x"], relative=1)
+    assert second is not None
+    assert not old & set(store.snapshot(store.head("main")).packs) or True
+    session.close()
+    check_everything(store, [second])
+
+
+# locks that lie ---------------------------------------------------------------------------------
+
+
+def blind(monkeypatch: pytest.MonkeyPatch, store: Store) -> None:
+    """From here on the collector takes every writer for dead."""
+
+    def nobody(io: FileIO, path: str) -> bool:
+        return False
+
+    def bury(io: FileIO, root: str, writer: str) -> bool:
+        os.unlink(f"{root}/gc/leases/{writer}")
+        return True
+
+    monkeypatch.setattr(leases, "is_locked", nobody)
+    monkeypatch.setattr(leases, "bury", bury)
+
+
+def test_a_writer_taken_for_dead_withdraws_what_was_collected(
+    store: Store, new: Callable[..., Author], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guard: after a commit the lease must still be there, else the commit is proved."""
+    with_garbage(store, new)
+    author = new("living")
+    author.prepare(["garbage"])
+    blind(monkeypatch, store)
+    assert collect(store).packs
+    with pytest.raises(StateError, match="took this writer for dead") as caught:
+        author.finish(3)
+    assert caught.value.kind == "collected"
+    check_everything(store)
+    assert store.steps("main") == [2]
+    check_everything(store, [author.save(4, ["garbage"])])  # said again, it is stored again
+
+
+def test_a_writer_taken_for_dead_keeps_proving(
+    store: Store, new: Callable[..., Author], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guard: having heeded the generation meanwhile does not make the lost chunks come back."""
+    with_garbage(store, new)
+    author = new("living")
+    author.prepare(["garbage"])
+    blind(monkeypatch, store)
+    collect(store)
+    author.heed()
+    with pytest.raises(StateError, match="took this writer for dead"):
+        author.finish(3)
+    check_everything(store)
+
+
+def test_a_writer_taken_for_dead_may_still_commit_what_is_whole(
+    store: Store, new: Callable[..., Author], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_garbage(store, new)
+    author = new("living")
+    author.prepare(["base"])
+    blind(monkeypatch, store)
+    assert collect(store).packs
+    check_everything(store, [author.finish(3)])
+
+
+def test_a_dead_lease_is_gone_before_the_second_marking(
+    store: Store, new: Callable[..., Author], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guard: else a commit after that marking would find its lease and count itself safe."""
+    with_garbage(store, new)
+    author = new("living")
+    author.prepare(["garbage"])
+    blind(monkeypatch, store)
+
+    class Between(FileIO):
+        """Commits when the second marking is over, before the first deletion."""
+
+        tried = False
+
+        def unlink(self, path: str) -> None:
+            if "/packs/" in path and not self.tried:
+                self.tried = True
+                with pytest.raises(StateError, match="took this writer for dead"):
+                    author.finish(3)
+            super().unlink(path)
+
+    io = Between()
+    collect(Store.open(store.path, io=io))
+    assert io.tried
+    check_everything(store)
+
+
+# case 130
+def test_a_killed_writer_blocks_nobody(store: Store, new: Callable[..., Author]) -> None:
+    code = (
+        "import os, signal, sys\n"
+        "from deltackpt_store import FileIO\n"
+        "from deltackpt_store.leases import Lease\n"
+        "lease = Lease.take(FileIO(), sys.argv[1], 'ab' * 8)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    with_garbage(store, new)
+    subprocess.run([sys.executable, "-c", code, store.path], check=False)
+    assert os.listdir(f"{store.path}/gc/leases") == ["ab" * 8]
+    assert collect(store, timeout=0).packs
+    assert os.listdir(f"{store.path}/gc/leases") == []
+
+
+# case 129
+def test_no_clock_decides_who_is_alive(
+    store: Store, new: Callable[..., Author], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_garbage(store, new)
+    author = new("living")
+    author.writer.heed()
+    old = 1.0
+    os.utime(f"{store.path}/gc/leases/{author.writer.writer}", (old, old))
+    for now in (0.0, 4e9):
+        monkeypatch.setattr(time, "time", lambda now=now: now)
+        with pytest.raises(ConflictError):
+            collect(store, timeout=0)
+    assert len(collected(store, author).packs) == 1
+
+
+def test_a_forked_child_does_not_keep_its_parent_alive(store: Store) -> None:
+    lease = Lease.take(IO, store.path, "cd" * 8)
+    assert lease is not None
+    ready, go = os.pipe(), os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.write(ready[1], b"x")
+        os.read(go[0], 1)
+        os._exit(0)
+    os.read(ready[0], 1)
+    lease.close_in_child()  # what the death of this process would do to its descriptor
+    assert leases.live_leases(IO, store.path) == ([], ["cd" * 8])
+    os.write(go[1], b"x")
+    os.waitpid(pid, 0)
+    for fd in (*ready, *go):
+        os.close(fd)
+
+
+def test_without_locks_nothing_is_collected(store: Store, new: Callable[..., Author]) -> None:
+    with_garbage(store, new)
+
+    class NoLocks(FileIO):
+        def lock(self, path: str, *, create: bool = False) -> int:
+            raise OSError(errno.ENOLCK, "No locks available", path)
+
+    with pytest.raises(StorageError, match="needs file locks"):
+        collect(Store.open(store.path, io=NoLocks()))
+    assert len(store.packs.names()) == 2
+
+
+def test_without_locks_a_writer_saves_and_proves(
+    store: Store, new: Callable[..., Author], caplog: pytest.LogCaptureFixture
+) -> None:
+    """One host without locks, another with: the collection there cannot see this writer."""
+    with_garbage(store, new)
+
+    class NoLocks(FileIO):
+        def lock(self, path: str, *, create: bool = False) -> int:
+            raise OSError(errno.ENOLCK, "No locks available", path)
+
+    author = Author(Store.open(store.path, io=NoLocks()), "lockless")
+    author.run = "main"
+    author.parent = store.head("main")
+    author.save(3, ["x"])
+    author.prepare(["garbage"])
+    collect(store)
+    with pytest.raises(StateError, match="took this writer for dead"):
+        author.finish(4)
+    author.close()
+    assert "garbage collection must not run" in caplog.text
+    check_everything(store)
+
+
+# collections among themselves -------------------------------------------------------------------
+
+
+def test_one_collection_at_a_time(store: Store, new: Callable[..., Author]) -> None:
+    """Guard: the lock. Two that choose different copies would delete both."""
+    with_garbage(store, new)
+    author = new("living")
+    author.writer.heed()
+    turned_away: list[str] = []
+
+    def second(_: object) -> bool:
+        with pytest.raises(ConflictError) as caught:
+            collect(store, timeout=0)
+        turned_away.append(caught.value.kind)
+        author.heed()
+        return True
+
+    collect(store, wait=second)
+    assert turned_away == ["gc-running"]
+
+
+def test_a_collection_that_was_overtaken_deletes_nothing(
+    store: Store, new: Callable[..., Author]
+) -> None:
+    """Guard: the check before the deletions, for file systems where both got the lock."""
+    with_garbage(store, new)
+    author = new("living")
+    author.writer.heed()
+
+    overtaken: list[bool] = []
+
+    def overtake(_: object) -> bool:
+        if overtaken:
+            return True
+        overtaken.append(True)
+        os.unlink(f"{store.path}/gc/lock")
+        author.heed()
+        collected(store, author)
+        author.save(3, ["garbage"])
+        return True
+
+    with pytest.raises(ConflictError, match="taken over"):
+        collect(store, wait=overtake)
+    check_everything(store)
+
+
+def test_what_was_condemned_stays_the_copy_to_go(store: Store, new: Callable[..., Author]) -> None:
+    """Guard: a collection that goes on after a killed one chooses the same copies."""
+    one, two = new("one", "one"), new("two", "two")
+    one.save(1, ["same"])
+    two.save(1, ["same"])
+    one.close()
+    two.close()
+    names = set(store.packs.names())
+    writer = Lease.take(IO, store.path, "ee" * 8)  # never answers
+    assert writer is not None
+    for chosen in sorted(names):
+        with pytest.raises(ConflictError):
+            collect(store, avoid=[chosen], timeout=0)
+        last = read_generation(IO, store.path, newest_number(IO, store.path))
+        assert last.packs == {min(names)}
+    writer.release()
+    assert collect(store).packs == [min(names)]
+    check_everything(store)
+
+
+def test_writers_may_use_again_what_was_pardoned(store: Store, new: Callable[..., Author]) -> None:
+    with_garbage(store, new)
+    author = new("living")
+    author.prepare(["garbage"])
+    packs = store.packs.names()
+    assert collected(store, author).pardoned
+    author.finish(3)
+    author.close()
+    assert new("next").save(4, ["garbage"]).number == 4
+    assert store.packs.names() == packs
+
+
+# numbers, copies, circles -----------------------------------------------------------------------
+
+
+def test_a_stalled_writer_cannot_take_a_number_that_was_collected(
+    store: Store, new: Callable[..., Author]
+) -> None:
+    """Guard: the boundary (a writer that stalled while others saved, retired and collected)."""
+    stalled = new("stalled")
+    first = stalled.save(1, ["a"])
+    other = new("other")
+    other.parent = first
+    second, third = other.save(2, ["b"]), other.save(3, ["c"])
+    assert (second.number, third.number) == (2, 3)
+    retire(store, [second])
+    other.close()
+
+    def finish(_: object) -> bool:
+        stalled.heed()
+        return True
+
+    collect(store, wait=finish)
+    with pytest.raises(ConflictError):
+        stalled.save(2, ["late"], number=2)
+    assert store.steps("main") == [1, 3]
+
+
+def test_a_stalled_writer_notices_the_boundary_after_its_commit(
+    store: Store, new: Callable[..., Author]
+) -> None:
+    """Guard: the same, when the collection passes between look and creation."""
+    stalled = new("stalled")
+    first = stalled.save(1, ["a"])
+    other = new("other")
+    other.parent = first
+    second = other.save(2, ["b"])
+    other.save(3, ["c"])
+    other.close()
+    stalled.prepare(["late"])
+
+    class Late(FileIO):
+        done = False
+
+        def exists(self, path: str) -> bool:
+            found = super().exists(path)
+            if path.endswith(f"{number_name(2)}.retired") and not self.done:
+                self.done = True
+                retire(store, [second])
+                collected(store, stalled)
+            return found
+
+    stalled.writer._io = Late()  # pyright: ignore[reportPrivateUsage] - only its look-up is late
+    with pytest.raises(ConflictError, match="made and collected before"):
+        stalled.finish(2, number=2)
+    assert store.steps("main") == [1, 3]
+    check_everything(store)
+
+
+def test_a_copy_is_proved_before_the_other_one_goes(
+    store: Store, new: Callable[..., Author]
+) -> None:
+    """Guard: the proof. The copy to stay has a flipped bit that no table shows."""
+    one, two = new("one", "one"), new("two", "two")
+    one.save(1, ["same"])
+    two.save(1, ["same"])
+    one.close()
+    two.close()
+    stay, go = store.snapshot(store.head("one")).packs[0], store.snapshot(store.head("two")).packs
+    path = Path(store.path, pack_path(stay))
+    data = bytearray(path.read_bytes())
+    data[data.index(chunk_of("same")[:64]) + 70] ^= 1
+    path.write_bytes(data)
+    report = collect(store, avoid=go)
+    assert report.packs == []
+    assert list(go) == report.pardoned
+    assert words_in(store, store.head("two")) == ["same"]
+
+
+def _pack(store: Store, writer: str, records: Sequence[tuple[str, tuple[str, ...]]]) -> str:
+    """A pack whose records claim to be coded against others."""
+    from blake3 import blake3
+
+    name = f"{writer}-00000001"
+    pack = PackWriter(IO, f"{store.path}/{pack_path(name)}", store.uuid, writer, 1)
+    for word, refs in records:
+        needs = tuple(blake3(chunk_of(ref)).digest() for ref in refs)
+        pack.append(
+            blake3(chunk_of(word)).digest(), CHUNK,
+            Encoded(0 if not needs else 2, b"", needs, [chunk_of(word)]),
+        )  # fmt: skip
+    pack.finish()
+    return name
+
+
+def test_copies_are_not_chosen_in_a_circle(store: Store, new: Callable[..., Author]) -> None:
+    """Guard: untangling. a is coded against b in one pack, b against a in another."""
+    author = new()
+    author.save(1, ["a", "b"])
+    author.close()
+    plain = store.packs.names()
+    first = _pack(store, "11" * 8, [("a", ("b",))])
+    second = _pack(store, "22" * 8, [("b", ("a",))])
+    marking = mark(store, read_roots(store), avoid=plain)
+    assert marking.keeping() == {first, second, *plain}
+    assert mark(store, read_roots(store)).keeping() == set(plain)
+
+
+def test_ids_that_begin_alike_are_told_apart(store: Store) -> None:
+    names = []
+    ids = [bytes(8) + bytes([i % 3]) * 24 for i in range(12)]
+    for number in range(4):
+        writer = f"{number}{number}" * 8
+        pack = PackWriter(IO, f"{store.path}/{pack_path(f'{writer}-00000001')}", store.uuid, writer,
+                          1)  # fmt: skip
+        for chunk_id in ids[number * 3 : number * 3 + 3]:
+            pack.append(chunk_id, 10, Encoded(0, b"", (), [b"0123456789"]))
+        pack.finish()
+        names.append(f"{writer}-00000001")
+    catalogue = Catalogue(store, names)
+    assert catalogue.groups == 3
+    wanted = np.frombuffer(b"".join([*ids[:3], bytes(32)[:-1] + b"\1"]), np.uint8).reshape(-1, 32)
+    found = catalogue.find(wanted)
+    assert sorted(found[:3].tolist()) == [0, 1, 2]
+    assert found[3] == -1
+    for group, chunk_id in zip(found[:3].tolist(), ids[:3], strict=True):
+        rows = catalogue.rows_of(group)
+        assert len(rows) == 4
+        assert {catalogue.ids[row].tobytes() for row in rows} == {chunk_id}
+
+
+# space ------------------------------------------------------------------------------------------
+
+
+class FullDisk(FileIO):
+    """0 bytes free: data can be written only into what was freed by removing files."""
+
+    def __init__(self) -> None:
+        self.free = 0
+
+    def write(self, handle: int, buffers: Sequence[Buffer], offset: int) -> int:
+        size = sum(-(-len(b) // 4096) * 4096 for b in buffers)
+        if size > self.free:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        self.free -= size
+        return super().write(handle, buffers, offset)
+
+    def unlink(self, path: str) -> None:
+        size = os.stat(path).st_size
+        super().unlink(path)
+        self.free += -(-size // 4096) * 4096
+
+    def free_bytes(self, path: str) -> int:
+        return self.free
+
+
+# case 81
+@pytest.mark.parametrize("writer", [False, True], ids=["alone", "beside-a-writer"])
+def test_a_full_disk_can_be_emptied(store: Store, new: Callable[..., Author], writer: bool) -> None:
+    author = new()
+    commits = [author.save(step, [f"{step}.{i}" for i in range(20)]) for step in range(5)]
+    author.close()
+    leases.make_reserve(IO, store.path)
+    full = FullDisk()
+    on_full = Store.open(store.path, io=full)
+    session = Session(store, "main", full) if writer else None
+    retire(on_full, commits[:4])
+    report = collected(on_full, *([session] if session else []))
+    assert len(report.packs) == 4
+    assert store.steps("main") == [4]
+    check_everything(store)
+    if session is not None:
+        assert session.save(9, ["room", "again"]) is not None
+        session.close()
+    full.free = 1 << 30
+    collect(on_full)
+    assert os.path.getsize(f"{store.path}/gc/reserve") == leases.RESERVE_BYTES
+
+
+# case 81
+def test_a_record_too_large_for_the_reserve_is_written_in_parts(
+    store: Store, new: Callable[..., Author], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from deltackpt_store import gc
+
+    author = new()
+    commits = [author.save(step, [f"{step}.{i}" for i in range(4)]) for step in range(300)]
+    author.close()
+    retire(store, commits[:-1])
+    monkeypatch.setattr(gc, "_FEW_PACKS", 20)
+    full = FullDisk()
+    full.free = 4096
+    report = collect(Store.open(store.path, io=full))
+    assert len(report.packs) == 299
+    assert len(report.commits) == 299
+    check_everything(store)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a tmpfs takes root")
+def test_a_really_full_file_system_can_be_emptied(tmp_path: Path) -> None:
+    # case 81
+    mount = tmp_path / "small"
+    mount.mkdir()
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=8m", "none", str(mount)], check=False
+    )
+    if done.returncode:
+        pytest.skip("a tmpfs cannot be mounted here")
+    try:
+        store = Store.create(mount / "store")
+        leases.make_reserve(IO, store.path)
+        author = Author(store, "main")
+        commits = [author.save(step, [f"{step}.{i}" for i in range(100)]) for step in range(8)]
+        author.close()
+        filler = os.open(mount / "filler", os.O_WRONLY | os.O_CREAT)
+        while os.statvfs(mount).f_bavail:
+            os.write(filler, bytes(4096))
+        os.close(filler)
+        assert os.statvfs(mount).f_bavail == 0
+        retire(store, commits[:7])
+        assert len(collect(store).packs) == 7
+        assert os.statvfs(mount).f_bavail * 4096 > 500_000
+        check_everything(store)
+    finally:
+        subprocess.run(["umount", str(mount)], check=True)
