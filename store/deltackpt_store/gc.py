@@ -398,4 +398,5 @@ def _lock(io: FileIO, root: str) -> Generator[None]:
     try:
         yield
     finally:
-        io.close(handle)
+        with contextlib.suppress(OSError):
+            io.close(handle)

@@ -1,0 +1,337 @@
+"""Prevents: a crash of retention or garbage collection loses a step, or space for ever.
+
+Power cuts at every operation, with unsynced changes lost, kept or torn; one failing call after the
+other; kills of a real collecting process while a real writer saves.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from authors import Author, Session, check_everything, chunk_of, words_in
+from deltackpt_store.client import WriterClient
+from deltackpt_store.errors import DeltackptError
+from deltackpt_store.fileio import TEMPORARY_PREFIX, make_directories
+from deltackpt_store.gc import collect
+from deltackpt_store.io_thread import IoThread
+from deltackpt_store.manifest import Commit
+from deltackpt_store.mark import mark
+from deltackpt_store.names import pack_path
+from deltackpt_store.protocol import WriterOptions
+from deltackpt_store.retention import Keep, apply, retire
+from deltackpt_store.roots import read_roots
+from deltackpt_store.store import Store
+from deltackpt_store.store_writer import StoreWriter
+from deltackpt_store.testing import CrashState, FailingIO, SimulatedDisk
+from toy_trainer import CHUNK, SEED, ToyTrainer, check_run
+
+PATH = "/disk/store"
+
+
+@pytest.fixture
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The journal of a disk is the same in every run."""
+
+    def no_thread(_: IoThread) -> bool:
+        return False
+
+    monkeypatch.setattr(IoThread, "_start", no_thread)
+
+
+class Kept:
+    """What must be there after a power cut at a point: marked in the journal as it becomes so."""
+
+    def __init__(self) -> None:
+        self.disk = SimulatedDisk()
+        make_directories(self.disk, "/disk")
+        self.disk.sync_directory("/")
+        self.store = Store.create(PATH, io=self.disk)
+
+    def must(self, *commits: Commit) -> None:
+        """From here on these are acknowledged and no rule lets them go."""
+        self.disk.mark(tuple(commits))
+
+
+def check_state(crash: CrashState) -> SimulatedDisk:
+    """Everything that must be there is, and all that is listed is whole."""
+    disk = crash.disk()
+    must = next((mark for mark in reversed(crash.marks) if isinstance(mark, tuple)), ())
+    check_everything(Store.open(PATH, io=disk), must, crash)
+    return disk
+
+
+def check_goes_on(disk: SimulatedDisk, where: object) -> None:
+    """The next save works at once, the next collection frees what nothing needs."""
+    store = Store.open(PATH, io=disk)
+    session = Session(store, "main", disk, name=f"after {where}")
+    report = session.save(1000, ["kept", "garbage", "after"])
+    assert report is not None, where
+    session.close()
+    collect(store)
+    check_everything(store, [report], where)
+    marking = mark(store, read_roots(store))
+    assert marking.keeping() == set(marking.catalogue.names), where
+    left = [n for d in ("", "/manifests", "/runs/main", "/gc", "/pins")
+            for n in disk.list(PATH + d) if n.startswith(TEMPORARY_PREFIX)]  # fmt: skip
+    assert not left, where
+
+
+# case 109
+@pytest.mark.usefixtures("one_thread")
+def test_every_crash_state_of_retention_and_collection() -> None:
+    kept = Kept()
+    author = Author(kept.store, "main")
+    commits = [author.save(step, ["kept", f"{step}", f"{step // 2}"]) for step in range(6)]
+    author.close()
+    kept.must(*commits)
+    kept.store.pin("good", commits[1])
+    start = kept.disk.operations
+    kept.must(commits[1], *commits[4:])
+    apply(kept.store, "main", Keep(last=2))
+    collect(kept.store)
+    kept.store.unpin("good")
+    kept.must(*commits[4:])
+    collect(kept.store)
+    states = 0
+    for crash in kept.disk.crash_states(start=start, random_states=8):
+        disk = check_state(crash)
+        states += 1
+        if states % 10 == 0:
+            check_goes_on(disk, crash)
+    assert states > 1000
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_every_crash_state_of_saving_beside_a_collection() -> None:
+    """The writer's own operations and the collection's alternate."""
+    kept = Kept()
+    author = Author(kept.store, "main")
+    old = [author.save(step, ["kept", f"{step}", "garbage"]) for step in range(3)]
+    author.close()
+    kept.must(*old)
+    start = kept.disk.operations
+    session = Session(kept.store, "main", kept.disk, keep=Keep(last=1))
+    kept.must()
+    saved = [2]
+
+    def save(_: object) -> bool:
+        saved[0] += 1
+        if saved[0] < 6:
+            report = session.save(saved[0], ["kept", "garbage", f"{saved[0]}"])
+            assert report is not None
+            kept.disk.mark(report.step)
+        session.heed()
+        return True
+
+    save(None)
+    for _ in range(2):
+        collect(kept.store, wait=save)
+    session.close()
+    collect(kept.store)
+    states = 0
+    for crash in kept.disk.crash_states(start=start, random_states=4):
+        disk = check_state(crash)
+        acknowledged = max((step for step in crash.marks if isinstance(step, int)), default=2)
+        assert Store.open(PATH, io=disk).head("main").step >= acknowledged, crash
+        states += 1
+        if states % 25 == 0:
+            check_goes_on(disk, crash)
+    assert states > 1500
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("left", ["retired", "pin", "pack", "withdrawn"])
+def test_what_a_killed_process_left_unsynced_is_made_durable_before_deletions(left: str) -> None:
+    """Guard: the sync before the deletions.
+
+    A process was killed between a change and its directory sync: a step marked as retired, a pin
+    removed, a copy of a chunk published, a commit withdrawn. Collection acts upon that; a power
+    cut must not bring back what it was, when what that needs is deleted.
+    """
+    kept = Kept()
+    author = Author(kept.store, "main")
+    first, second = author.save(1, ["garbage"]), author.save(2, ["kept"])
+    author.close()
+    run = f"{PATH}/runs/main"
+    avoid: list[str] = []
+    if left == "pin":
+        kept.store.pin("good", first)
+        retire(kept.store, [first])
+        kept.disk.unlink(f"{PATH}/pins/good")
+    elif left == "retired":
+        kept.disk.close(kept.disk.create(f"{run}/{first.number:020d}.retired"))
+    elif left == "withdrawn":
+        kept.disk.unlink(f"{run}/{first.number:020d}")
+    else:  # another copy of the chunk, in a pack whose name is not durable; the durable one goes
+        retire(kept.store, [first])
+        avoid = kept.store.packs.names()
+        copier = StoreWriter(kept.store, codec="none")
+        copy = f"{PATH}/{pack_path(copier.put(chunk_of('kept')).pack)}"
+        copier.flush()
+        copier.close()
+        kept.disk.link(copy, f"{PATH}/moved")
+        kept.disk.unlink(copy)
+        for directory in (PATH, os.path.dirname(copy)):
+            kept.disk.sync_directory(directory)
+        kept.disk.link(f"{PATH}/moved", copy)
+        kept.disk.unlink(f"{PATH}/moved")
+    kept.must(second)
+    start = kept.disk.operations
+    collect(kept.store, avoid=avoid)
+    assert len(kept.store.packs.names()) == 1
+    for crash in kept.disk.crash_states(start=start, random_states=8):
+        check_state(crash)
+
+
+# case 79
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("persistent", [False, True], ids=["once", "for-good"])
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.ESTALE])
+def test_every_call_of_retention_and_collection_may_fail(number: int, persistent: bool) -> None:
+    failures = 0
+    base = Kept()
+    author = Author(base.store, "main")
+    commits = [author.save(step, ["kept", f"{step}"]) for step in range(4)]
+    author.close()
+    for fail_at in range(1, 400):
+        disk = base.disk.copy()
+        io = FailingIO(disk, number=number, persistent=persistent, fail_at=fail_at)
+        try:
+            store = Store.open(PATH, io=io)
+            apply(store, "main", Keep(last=2))
+            collect(store)
+        except DeltackptError:
+            failures += 1
+        check_everything(Store.open(PATH, io=disk), commits[2:], f"call {fail_at}")
+        if not io.failed:
+            break
+        io.fail_at = None
+        apply(Store.open(PATH, io=disk), "main", Keep(last=2))
+        collect(Store.open(PATH, io=disk))
+        assert Store.open(PATH, io=disk).steps("main") == [2, 3]
+        assert len(Store.open(PATH, io=disk).packs.names()) <= 3
+    else:
+        pytest.fail("retention and collection take more calls than this test has looked at")
+    assert failures > 30
+
+
+# real processes ---------------------------------------------------------------------------------
+
+COLLECT = """
+import sys
+from deltackpt_store.gc import collect
+from deltackpt_store.store import Store
+from deltackpt_store.store_writer import StoreWriter
+print("ready", flush=True)
+sys.stdin.readline()
+while True:
+    try:
+        collect(Store.open(sys.argv[1]), timeout=20)
+    except Exception as error:
+        if getattr(error, "kind", "") not in ("gc-busy",):
+            raise
+"""
+
+
+@pytest.fixture
+def collector(tmp_path: Path) -> Iterator[Callable[[], subprocess.Popen[str]]]:
+    started: list[subprocess.Popen[str]] = []
+
+    def start() -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-c", COLLECT, str(tmp_path / "store")],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        started.append(process)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+# case 109
+def test_killed_collections_beside_a_real_writer(
+    tmp_path: Path, collector: Callable[[], subprocess.Popen[str]]
+) -> None:
+    """A collecting process is killed again and again while a writer process saves every step."""
+    path = str(tmp_path / "store")
+    client = WriterClient(
+        path, "main", seed=SEED, ring_bytes=64 * 4 * CHUNK, slot_bytes=4 * CHUNK,
+        options=WriterOptions(keep=Keep(last=2)),
+    )  # fmt: skip
+    trainer = ToyTrainer(client)
+    mixture = random.Random(5)
+    step = 0
+    for _ in range(25):
+        process = collector()
+        assert process.stdin is not None
+        process.stdin.write("go\n")
+        process.stdin.flush()
+        for _ in range(mixture.randrange(1, 4)):  # the kill falls somewhere into a collection
+            trainer.save_now(step)
+            step += 1
+        assert process.poll() is None, "the collection failed"
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        assert check_run(path)[-1] == step - 1
+    client.close(60)
+    collect(Store.open(path))
+    assert check_run(path) == [step - 2, step - 1]
+    store = Store.open(path)
+    marking = mark(store, read_roots(store))
+    assert marking.keeping() == set(marking.catalogue.names)
+
+
+# case 130
+def test_a_killed_writer_and_the_next_one_at_once(
+    tmp_path: Path, collector: Callable[[], subprocess.Popen[str]]
+) -> None:
+    """Writers are killed while collections run; the next one starts without a manual unlock."""
+    path = str(tmp_path / "store")
+    process = collector_when_there = None
+    step = 0
+    for round_ in range(8):
+        client = WriterClient(
+            path, "main", seed=SEED, ring_bytes=64 * 4 * CHUNK, slot_bytes=4 * CHUNK,
+            options=WriterOptions(keep=Keep(last=2)),
+        )  # fmt: skip
+        trainer = ToyTrainer(client)
+        durable = -1
+        for _ in range(3):
+            trainer.save_now(step)
+            durable, step = step, step + 1
+        if process is None:
+            process = collector_when_there = collector()
+            assert process.stdin is not None
+            process.stdin.write("go\n")
+            process.stdin.flush()
+        trainer.save(step)  # in flight
+        step += 1
+        os.kill(client.writer_pid, signal.SIGKILL)
+        client.close(60)
+        assert check_run(path)[-1] >= durable, round_
+    assert collector_when_there is not None
+    assert collector_when_there.poll() is None, "the collection failed"
+
+
+def test_words_survive_what_the_helpers_do(tmp_path: Path) -> None:
+    """The checks of this file see a missing pack."""
+    store = Store.create(tmp_path / "store")
+    author = Author(store, "main")
+    commit = author.save(1, ["a"])
+    author.close()
+    os.unlink(next(Path(store.path).glob("packs/*/*.pack")))
+    with pytest.raises(DeltackptError):
+        words_in(Store.open(store.path), commit)
