@@ -44,6 +44,7 @@ class Plan(NamedTuple):
     width: int
     entropy: Entropy
     noise: tuple[int, ...]
+    worth: float
     probe: bool = False
 
 
@@ -55,7 +56,11 @@ class Outcome(NamedTuple):
     seconds: float
 
 
-RAW_PLAN = Plan((), 1, "lz4", ())
+RAW_PLAN = Plan((), 1, "lz4", (), 0.0)
+
+_WORTH = {"auto": 0.8, "fast": 0.8, "small": WORTH, "none": 0.0}
+"""By mode, the most an encoding may take of the raw size. Decoding is slower than reading, so
+``auto`` wants a fifth for it: float32 without a reference, which gives a sixth, stays raw."""
 
 
 def encode(plan: Plan, raw: memoryview, reference: memoryview | None, ref: bytes) -> Outcome:
@@ -75,7 +80,7 @@ def encode(plan: Plan, raw: memoryview, reference: memoryview | None, ref: bytes
         # A reference costs 32 bytes in the record and as much in the footer.
         stored = coded.stored + (0 if candidate == PLANES else 64)
         tried.append((candidate, stored, coded.noise))
-        if stored <= len(raw) * WORTH and (best is None or stored < best.stored):
+        if stored <= len(raw) * plan.worth and (best is None or stored < best.stored):
             best, codec = coded._replace(stored=stored), candidate
     seconds = time.perf_counter() - began
     if best is None:
@@ -160,6 +165,7 @@ class CodingPolicy:
     def __init__(self, mode: str = "auto") -> None:
         codecs.check_mode(mode)
         self._mode = mode
+        self._worth = _WORTH[mode]
         self._streams: dict[str, _Stream] = {}
         self._kinds: dict[str, _Kind] = {}
         self._save = 0
@@ -190,11 +196,12 @@ class CodingPolicy:
         known.since += 1
         if not self.hurry and (unknown or self._mode == "small" or known.since >= known.every):
             known.since = 0
-            return Plan(candidates, width, entropy, (0,) * len(candidates), probe=True)
+            noise = (0,) * len(candidates)
+            return Plan(candidates, width, entropy, noise, self._worth, probe=True)
         best = self._best(known, candidates)
         if best == RAW:
             return RAW_PLAN
-        return Plan((best,), width, entropy, (known.noise.get(best, 0),))
+        return Plan((best,), width, entropy, (known.noise.get(best, 0),), self._worth)
 
     def _adopt(self, known: _Stream, stream: str, dtype: str, candidates: tuple[int, ...]) -> None:
         kind = self._kinds.get(_kind(stream, dtype))
@@ -222,7 +229,7 @@ class CodingPolicy:
         best = min(candidates, key=lambda c: shares.get(c, 0.5))
         if best != PLANES and own <= shares.get(best, 0.5) * _TIE:
             best = PLANES
-        return best if shares.get(best, 0.5) <= WORTH else RAW
+        return best if shares.get(best, 0.5) <= self._worth else RAW
 
     def learn(
         self, stream: str, dtype: str, plan: Plan, outcome: Outcome, size: int, written: int

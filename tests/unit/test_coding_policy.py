@@ -6,6 +6,7 @@ import random
 
 import numpy as np
 import pytest
+from deltackpt_store import coding_policy
 from deltackpt_store.codecs import DELTA, PLANES, RAW, SPARSE, Encoded
 from deltackpt_store.coding_policy import CodingPolicy, Outcome, Plan, encode
 from deltackpt_store.errors import InvalidInputError
@@ -13,6 +14,29 @@ from deltackpt_store.errors import InvalidInputError
 SIZE = 64 * 1024
 RANDOM = np.random.default_rng(0)
 WEIGHTS = (RANDOM.standard_normal(SIZE // 4) * 0.05).astype(np.float32)
+
+
+@pytest.fixture(autouse=True)
+def auto_takes_what_saves_little(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    """What is learned is tested with weights of float32, which ``auto`` by itself leaves raw."""
+    if "own_worth" not in request.keywords:
+        monkeypatch.setitem(coding_policy._WORTH, "auto", coding_policy.WORTH)
+
+
+@pytest.mark.own_worth
+def test_auto_wants_a_fifth_for_what_decoding_costs() -> None:
+    """A full save of float32, a sixth smaller, would restore at half the speed."""
+    base = WEIGHTS.tobytes()
+    halves = (WEIGHTS.view(np.uint32) >> 16).astype(np.uint16).tobytes()
+    assert many(CodingPolicy("auto"), 9, base, None) == [RAW] * 9
+    assert many(CodingPolicy("small"), 9, base, None) == [PLANES] * 9
+    assert many(CodingPolicy("auto"), 9, halves, None, dtype="bfloat16") == [PLANES] * 9
+    policy = CodingPolicy("auto")
+    many(policy, 1, base, None)
+    policy.next_save()
+    assert many(policy, 9, moved(2e-5), base)[-1] == DELTA
 
 
 def moved(by: float, seed: int = 1) -> bytes:

@@ -91,7 +91,7 @@ def test_every_step_comes_back_and_depth_is_one(
 
 def test_dense_steps_take_far_less_than_their_bytes(start: Start, tmp_path: Path) -> None:
     state = DenseState(8 * CHUNK)
-    trainer = start(state)
+    trainer = start(state, codec="small")
     sizes: list[tuple[float, float]] = []
     for _ in range(12):
         report = trainer.save_now(state.step + 1, state.advance())
@@ -153,7 +153,7 @@ def test_a_base_is_stored_again_when_the_differences_have_grown(
 
 def test_a_damaged_base_names_every_chunk_that_needs_it(start: Start, tmp_path: Path) -> None:
     state = DenseState()
-    trainer = start(state)
+    trainer = start(state, codec="small")
     save_steps(trainer, state, 2)
     trainer.client.close(60)
     store = store_of(tmp_path)
