@@ -376,6 +376,19 @@ SCHEMAS: dict[str, dict[str, Any]] = {
         "left_out": [{"path": str, "reason": str}], "changed": [{"path": str, "change": str}],
         "refused": [{"path": str, "reason": str}],
     },
+    "pin": {"format": str, "store": str, "name": str, "run": str, "step": int, "number": int,
+            "digest": str},
+    "unpin": {"format": str, "store": str, "name": str},
+    "retain": {
+        "format": str, "store": str, "run": str, "dry_run": bool,
+        "kept": [{"step": int, "number": int, "reasons": list}],
+        "retired": [{"step": int, "number": int}],
+    },
+    "gc": {
+        "format": str, "store": str, "dry_run": bool, "generation": int, "packs": list,
+        "manifests": list, "commits": [{"run": str, "number": int}], "leftovers": list,
+        "pack_bytes": int, "pardoned": list, "kept_packs": int, "kept_bytes": int, "writers": int,
+    },
     "error": {
         "format": str, "exit_code": int,
         "error": {"type": str, "kind": str, "message": str, "hint": OPTIONAL_STR, "context": dict},
@@ -411,10 +424,13 @@ def fields(schema: Any) -> set[str]:
 def arguments(command: str, store: Fixture, tmp_path: Path) -> list[str | Path]:
     if command == "export":
         return ["export", store.path, "main@20", tmp_path / "out.safetensors", "--force"]
+    if command == "gc":
+        store.small.close()  # else it would wait for this writer
     more: dict[str, list[str]] = {
         "show": ["main@20"], "diff": ["main@10", "fork@11"], "blame": ["model/w", "main@20"],
         "advise": ["main", "--mtbf", "6h"], "watch": ["--once"], "du": ["--depth", "1"],
         "report": ["-o", str(tmp_path / "report.html")],
+        "pin": ["first", "main@10"], "unpin": ["best"], "retain": ["main", "--last", "1"],
     }  # fmt: skip
     return [command, store.path, *more.get(command, [])]
 
@@ -451,6 +467,40 @@ def test_every_json_field_is_documented(command: str) -> None:
     assert fields(SCHEMAS[command]) - documented <= elsewhere
 
 
+# commands that change the store ------------------------------------------------------------------
+
+
+def test_steps_are_retained_pinned_and_collected(store: Fixture) -> None:
+    store.small.close()
+    assert run("pin", store.path, "first", "main@10").output == "first is main@10\n"
+    assert run("unpin", store.path, "best").output == "best is no longer pinned\n"
+    plan = run("retain", store.path, "main", "--last", "1", "--dry-run").output
+    assert plan.splitlines() == [
+        "step  number         why",
+        "  10       1  stays  pinned",
+        "  20       2  stays  last, newest",
+        "0 steps would be taken off the list of run main",
+    ]  # fmt: skip
+    assert run("unpin", store.path, "first").exit_code == 0
+    document = run_json("retain", store.path, "main", "--last", "1")
+    assert document["retired"] == [{"step": 10, "number": 1}]
+    plan_of_gc = run("gc", store.path, "--dry-run").output
+    assert "would delete 0 packs (0 B), 1 retired commit" in plan_of_gc
+    assert "commit main/1" in plan_of_gc
+    done = run_json("gc", store.path)
+    assert done["commits"] == [{"run": "main", "number": 1}]
+    assert "there is nothing to delete" in run("gc", store.path).output
+    assert run("verify", store.path, "--level", "restore").exit_code == 0
+
+
+def test_gc_beside_a_stalled_writer_gives_code_11(store: Fixture) -> None:
+    store.small.store.unpin("best")
+    assert run("retain", store.path, "main", "--last", "1").exit_code == 0
+    result = run("gc", store.path, "--timeout", "0")
+    assert result.exit_code == 11
+    assert "nothing was deleted" in result.output
+
+
 # exit codes -------------------------------------------------------------------------------------
 
 
@@ -467,6 +517,9 @@ def test_commands_succeed_with_code_0(store: Fixture, tmp_path: Path) -> None:
      ["show", "S", "a b"], ["show", "S", "latest"], ["log", "S", "nobody"],
      ["verify", "S", "--run", "nobody"], ["verify", "S", "--level", "some"], ["frobnicate"],
      ["export", "S", "main@20", "no/such/folder/x.safetensors"],
+     ["retain", "S", "main"], ["retain", "S", "main", "--last", "0"],
+     ["retain", "S", "nobody", "--last", "1"], ["retain", "S", "main", "--best", "loss:low"],
+     ["pin", "S", "a/b", "main@20"], ["pin", "S", "new", "main@99"], ["unpin", "S", "nothing"],
      ["export", "S", "main@20", "OUT", "--prefix", "nothing/"]],
 )  # fmt: skip
 def test_usage_errors_give_code_2(store: Fixture, tmp_path: Path, arguments: list[str]) -> None:
@@ -669,10 +722,11 @@ def test_read_commands_touch_nothing(store: Fixture, tmp_path: Path) -> None:
     # case 85
     shutil.copytree(store.path, tmp_path / "copy")
     before = listing(tmp_path / "copy")
-    for command in COMMANDS:
+    for command in COMMANDS.keys() - {"pin", "unpin"}:
         for extra in ([], ["--json"]):
             wanted = arguments(command, store, tmp_path)
             wanted[1] = tmp_path / "copy"
+            wanted += ["--dry-run"] if command in ("retain", "gc") else []
             assert run(*wanted, *extra).exit_code == 0
     assert run("verify", tmp_path / "copy", "--level", "restore").exit_code == 0
     assert listing(tmp_path / "copy") == before

@@ -27,6 +27,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "watch": ("deltackpt_tools.command_watch", "Watch the saves of a running training."),
     "report": ("deltackpt_tools.command_report", "Write one page that shows everything."),
     "export": ("deltackpt_tools.command_export", "Write one step as safetensors or torch file."),
+    "pin": ("deltackpt_tools.command_pin", "Give a step a name, under which it stays."),
+    "unpin": ("deltackpt_tools.command_unpin", "Forget a pin."),
+    "retain": ("deltackpt_tools.command_retain", "Take steps off the list of a run by rules."),
+    "gc": ("deltackpt_tools.command_gc", "Delete what no step, pin or reader needs."),
 }
 
 
@@ -114,9 +118,9 @@ def _version(context: click.Context, _: click.Parameter, wanted: bool) -> None:
     help="Show the version and exit.",
 )
 def cli() -> None:
-    """Look into a deltackpt store, check it, and bring a step out of it.
+    """Look into a deltackpt store, check it, bring a step out of it, and keep it small.
 
-    All commands read only; none of them needs torch.
+    Only pin, unpin, retain and gc change the store; no command needs torch.
     """
 
 
