@@ -51,6 +51,11 @@ class Publisher:
         base.digest = commit.manifest if commit.base is None else commit.base
         self._base = base
 
+    def forget(self, manifests: frozenset[bytes]) -> None:
+        """Write no deltas against any of these: they are being collected."""
+        if self._base is not None and self._base.digest in manifests:
+            self._base = None
+
     def publish(
         self, save: PendingSave, message: Finish, stats: dict[str, float]
     ) -> tuple[Commit, bool]:
@@ -60,8 +65,6 @@ class Publisher:
         the run, or the step does not come after the one it would continue.
         """
         self._writer.heed()
-        if self._base is not None and self._base.digest in self._writer.absent_manifests:
-            self._base = None  # nothing names it any more, and it is being collected
         packs = save.table.packs()
         snapshot = Snapshot(
             save.table.layout, message.objects, message.inline, save.table.chunks,

@@ -77,6 +77,7 @@ class RunWriter:
             shadow=0 if hello.options.shadow else None, lease=lease,
         )  # fmt: skip
         self._writer.claim = self._claim
+        self._writer.heeded = self._heeded
         self._lineage = Lineage(store, hello.run)
         self._publisher = Publisher(
             store, hello.run, self._writer, self._lineage, versions=hello.options.versions
@@ -236,7 +237,6 @@ class RunWriter:
 
         Chunks that other packs hold as well are looked for there from now on.
         """
-        self._index_is_old = True
         tables = [save.table for save in self._active.values()]
         tables += [table for table in self._tables.values() if table is not None]
         tables = [table for table in tables if not packs.isdisjoint(table.packs())]
@@ -249,6 +249,10 @@ class RunWriter:
         for table in {id(table): table for table in tables}.values():
             needed |= table.leave(packs, footers)
         return needed
+
+    def _heeded(self) -> None:
+        self._publisher.forget(self._writer.absent_manifests)
+        self._index_is_old = True
 
     def _keep_alive(self, commit: Commit | None) -> None:
         """Hold what training was restored from, until this session has a commit of its own."""

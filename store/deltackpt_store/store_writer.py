@@ -161,6 +161,9 @@ class StoreWriter:
         self._named: set[bytes] = set()  # manifests of the next commit
         self.claim: Callable[[frozenset[str]], Collection[str]] = self._relied.intersection
         """Which of the packs given, all condemned, the caller still builds upon."""
+        self.heeded: Callable[[], None] | None = None
+        """Called when a generation has been heeded: `absent_packs` and `absent_manifests` are to be
+        forgotten now, they are not told again."""
 
     # garbage collection --------------------------------------------------------------------
 
@@ -185,6 +188,8 @@ class StoreWriter:
         for chunk_id, put in list(self._unflushed.items()):
             if any(self._place(ref) is None for ref in put.refs):
                 del self._unflushed[chunk_id]  # what it is coded against is going
+        if self.heeded is not None:
+            self.heeded()
         return True
 
     @property
