@@ -54,7 +54,6 @@ def read_roots(store: Store) -> Roots:
     roots = Roots(runs=[])
     for run in store.runs():
         _read_run(store, run, roots)
-    _list(store, f"{store.path}/pins")  # no pins is one thing, and no directory another
     pins = store.pins()
     for damaged in pins.damaged:
         raise damaged.error

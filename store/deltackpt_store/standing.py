@@ -105,10 +105,6 @@ class Standing:
 
     # commits -------------------------------------------------------------------------------
 
-    def allows(self, run: str, number: int) -> bool:
-        """Whether a commit of that number may still be made, as far as is known."""
-        return number > self.generation.boundary.get(run, 0)
-
     def settle(self, commit: Commit, path: str) -> None:
         """Make sure that the commit just created at `path` counts, or take it back.
 

@@ -163,6 +163,28 @@ def test_leftovers_of_the_dead_go_and_those_of_the_living_stay(
     assert {n for n in names.values() if Path(store.path, n).exists()} == {names["living"]}
 
 
+@pytest.mark.parametrize("by", ["pin", "hold"])
+def test_a_retired_step_that_is_pinned_or_held_stays_whole(
+    store: Store, new: Callable[..., Author], by: str
+) -> None:
+    """Guard: pins and holds are roots. Retention looked just before they came."""
+    author = new()
+    first = author.save(1, ["first"])
+    author.save(2, ["second"])
+    author.close()
+    held = hold(IO, store.path, first) if by == "hold" else None
+    if by == "pin":
+        store.pin("good", first)
+    retire(store, [first])
+    assert collect(store).nothing
+    assert words_in(store, first) == ["first"]
+    if held is not None:
+        held.release()
+    else:
+        store.unpin("good")
+    assert len(collect(store).packs) == 1
+
+
 def test_commit_numbers_are_never_used_again(store: Store, new: Callable[..., Author]) -> None:
     author = new()
     commits = [author.save(step, [str(step)]) for step in range(4)]
