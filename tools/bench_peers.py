@@ -4,7 +4,7 @@ All of them end durable: where a peer does not fsync what it wrote, the benchmar
 the time as that peer's durable time.
 """
 
-# pyright: basic, reportPrivateImportUsage=false
+# pyright: basic, reportPrivateImportUsage=false, reportMissingImports=false
 
 from __future__ import annotations
 

@@ -11,7 +11,9 @@ policy as in the writer. The bound is the order-0 entropy of the byte planes of 
 of the bytes themselves, if that is less). States are trained on the first call (minutes) and kept.
 """
 
-# pyright: basic, reportPrivateImportUsage=false, reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
+# pyright: basic, reportPrivateImportUsage=false, reportArgumentType=false
+# pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
+# pyright: reportMissingImports=false
 
 from __future__ import annotations
 

