@@ -42,9 +42,10 @@ demo: $(DEMO)
 	$(PY) tools/demo.py $(ARGS)
 
 # One OpenMP thread per test process: two processes of N threads each only wait for one another.
+# Equal string hashes, so that both collect the same names of parametrized tests.
 test: $(DEV)
 	@sh .ci/browser.sh
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile $(ARGS)
+	OMP_NUM_THREADS=1 PYTHONHASHSEED=0 $(PY) -m pytest -n 2 --dist loadfile $(ARGS)
 
 lint: $(DEV)
 	$(PY) -m ruff check .

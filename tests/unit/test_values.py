@@ -77,7 +77,7 @@ VALUES: list[Any] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("value", VALUES, ids=repr)
+@pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)
 def test_values_come_back_with_their_exact_type(value: Any) -> None:
     # case 34, case 36
     back = decode(encode(value))
