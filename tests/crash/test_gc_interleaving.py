@@ -30,6 +30,7 @@ pytestmark = pytest.mark.usefixtures("one_thread_per_actor")
         (("reader", "collector"), 2, 10),
         (("session", "reader", "collector"), 1, 300),
         (("session", "author", "collector"), 1, 500),
+        (("session", "author", "reader", "collector"), 1, 2000),
         (("collector", "author", "collector"), 1, 300),
     ],
     ids=lambda value: "+".join(value) if isinstance(value, tuple) else None,
