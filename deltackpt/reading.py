@@ -113,7 +113,9 @@ class Step:
         """
         memory: dict[int, torch.Tensor] = {}
         for extent in wanted:
-            memory[extent] = torch.empty(self.layout.extents[extent].nbytes, dtype=torch.uint8)
+            memory[extent] = torch.empty(
+                self.layout.extents[extent].nbytes, dtype=torch.uint8, device="cpu"
+            )
         self.fill(memory, threads)
         return memory
 

@@ -134,7 +134,7 @@ def _through_windows(
         return
     largest = max(_room(piece) for piece in pieces)
     total = sum(_room(piece) for piece in pieces)
-    buffer = torch.empty(max(largest, min(WINDOW_BYTES, total)), dtype=torch.uint8)
+    buffer = torch.empty(max(largest, min(WINDOW_BYTES, total)), dtype=torch.uint8, device="cpu")
     batch: list[tuple[_Piece, int]] = []
     used = 0
     for piece in pieces:
