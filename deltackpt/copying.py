@@ -175,7 +175,8 @@ def dense_bytes(tensor: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor | 
     permuted = tensor.detach().permute(order)
     if not plain_bits(permuted) or not permuted.is_contiguous():
         return None
-    return permuted.view(-1).view(torch.uint8)
+    flat = permuted.as_strided((permuted.numel(),), (1,))  # one element may have any stride
+    return flat.view(torch.uint8)
 
 
 def scatter(target: torch.Tensor, start: int, values: torch.Tensor) -> None:

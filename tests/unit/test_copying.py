@@ -139,6 +139,19 @@ def test_dense_bytes_is_the_memory_itself() -> None:
     assert dense_bytes(tensor, (0, 1, 2)) is None
 
 
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.complex64])
+def test_one_element_is_dense_whatever_its_strides(shape, dtype) -> None:
+    tensor = torch.zeros(8, dtype=dtype).as_strided(shape, (3, 2)[: len(shape)], 5)
+    order = memory_order(tensor.shape, tensor.stride())
+    assert order is not None
+    flat = dense_bytes(tensor, order)
+    assert flat is not None
+    flat.fill_(1)
+    width = tensor.element_size()
+    assert list(tensor.untyped_storage()) == [0] * (5 * width) + [1] * width + [0] * (2 * width)
+
+
 @pytest.mark.parametrize("permutation", list(itertools.permutations(range(3))))
 def test_scatter_of_any_range(permutation: tuple[int, ...]) -> None:
     shape = (3, 4, 5)

@@ -104,6 +104,19 @@ def test_the_newest_step_comes_back_with_its_facts(keeper: Keeper) -> None:
     assert_step(state, 5)
 
 
+def test_a_default_device_is_not_where_bytes_are_read(keeper: Keeper) -> None:
+    """`torch.set_default_device` decides where new tensors go; none of it is for read buffers."""
+    expected = {"w": torch.randn(64, 64), "s": torch.randn(1000).to(torch.bfloat16)}
+    keeper.save({"m": expected}, 1)
+    target = {name: torch.zeros_like(value) for name, value in expected.items()}
+    with torch.device("meta"):
+        restore_into(keeper.path, {"m": target})
+        back = load(keeper.path)["m"]
+    for name, value in expected.items():
+        assert same(target[name], value)
+        assert same(back[name], value)
+
+
 def test_a_run_without_steps_restores_nothing(keeper: Keeper) -> None:
     state = blank()
     assert restore_into(keeper.store, state) is None
