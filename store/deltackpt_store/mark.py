@@ -191,8 +191,9 @@ class Marking:
     def _best(self) -> NDArray[np.uint32]:
         """Of each group the record that is kept most willingly.
 
-        Packs that are not condemned come first, then those not to be avoided, then records that
-        need no other chunk, then the packs with the larger live share.
+        Records that can be decoded come first, then packs that are not condemned, then those not
+        to be avoided, then records that need no other chunk, then the packs with the larger live
+        share.
         """
         catalogue = self.catalogue
         if not catalogue.groups:
@@ -206,10 +207,30 @@ class Marking:
         rank[by_share] = np.arange(packs, dtype=np.uint64)
         score = np.repeat(rank + dislike * np.uint64(2 * packs), np.diff(catalogue.first))
         score[catalogue.coded.rows] += np.uint64(packs)
+        score[catalogue.coded.rows[~self._decodable()]] += np.uint64(8 * packs)
         score <<= np.uint64(32)
         score |= np.arange(len(score), dtype=np.uint64)
         smallest = np.minimum.reduceat(score[catalogue.order], catalogue.start[:-1])
         return smallest.astype(np.uint32)  # the low half: the row
+
+    def _decodable(self) -> Bools:
+        """Of each coded record whether what it needs is held, and so on, as deep as readers go."""
+        catalogue, coded = self.catalogue, self.catalogue.coded
+        good = np.zeros(len(coded.rows), np.bool_)
+        if not len(good):
+            return good
+        group = self._groups_of(coded.rows)
+        solved = np.ones(catalogue.groups, np.bool_)
+        records = np.diff(catalogue.start.astype(np.int64))
+        solved[np.bincount(group, minlength=catalogue.groups) == records] = False
+        for _ in range(MAX_DEPTH):
+            held = (coded.needs >= 0) & solved[coded.needs]
+            now = np.logical_and.reduceat(held, coded.first[:-1])
+            if np.array_equal(now, good):
+                break
+            good = now
+            solved[group[good]] = True
+        return good
 
     def live_shares(self) -> NDArray[np.float64]:
         """Of each pack, which share of its payload bytes is of needed chunks."""

@@ -880,6 +880,51 @@ def test_copies_are_not_chosen_in_a_circle(store: Store, new: Callable[..., Auth
     assert mark(store, read_roots(store)).keeping() == set(plain)
 
 
+def test_a_record_without_its_references_does_not_stand_for_the_chunk(
+    store: Store, new: Callable[..., Author]
+) -> None:
+    """Prevents: a lost reference of one copy keeps a healthy store from ever being collected.
+
+    x is stored by itself in one pack and, in another one that is needed for z, coded against y,
+    which is nowhere; also against w, which is coded against y itself.
+    """
+    author = new()
+    first = author.save(1, ["garbage"])
+    author.save(2, ["x"])
+    plain = store.snapshot(store.head("main")).packs
+    author.close()
+    retire(store, [first])
+    copies = [
+        _pack(store, "11" * 8, [("x", ("y",)), ("z", ())]),
+        _pack(store, "22" * 8, [("x", ("w",)), ("w", ("y",))]),
+        _pack(store, "33" * 8, [("x", ("v",)), ("v", ("x",))]),  # decodable, while x is
+    ]
+    other = new("other", "other")
+    other.save(1, ["z"])
+    other.close()
+    assert mark(store, read_roots(store)).keeping() == {*plain, copies[0]}
+    avoiding = mark(store, read_roots(store), avoid=plain, condemned=plain)
+    assert set(plain) < avoiding.keeping()
+    report = collected(store)
+    assert report.commits == [("main", 1)]
+    assert set(copies[1:]) < set(report.packs)
+    check_everything(Store.open(store.path))
+    assert collected(store).nothing
+
+
+def test_a_chunk_without_any_record_that_can_be_decoded_stops_everything(store: Store) -> None:
+    from blake3 import blake3
+
+    author = Author(store, "main")
+    author.save(1, ["x"])
+    author.close()
+    for name in store.packs.names():
+        os.unlink(f"{store.path}/{pack_path(name)}")
+    _pack(store, "11" * 8, [("x", ("y",))])
+    with pytest.raises(CorruptionError, match=blake3(chunk_of("x")).hexdigest()):
+        collect(store)
+
+
 def test_ids_that_begin_alike_are_told_apart(store: Store) -> None:
     names = []
     ids = [bytes(8) + bytes([i % 3]) * 24 for i in range(12)]
