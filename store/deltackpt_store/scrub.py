@@ -39,6 +39,7 @@ class BadRecord(NamedTuple):
     """A record that does not hold what it should. `offset` is where it starts in the pack.
 
     `readable`: only the front of a raw record is damaged, the chunk can still be read from it.
+    `dangling`: the record itself is whole, and a chunk that it is coded against cannot be read.
     """
 
     pack: str
@@ -46,6 +47,7 @@ class BadRecord(NamedTuple):
     id: bytes
     readable: bool
     error: DeltackptError
+    dangling: bool = False
 
 
 class _Window(NamedTuple):
@@ -161,7 +163,9 @@ class _Scrub:
                     piece = data[start - window.start :][:length]
                 self._check_piece(fetcher, chunk_id, place, front, piece)
             except DeltackptError as error:
-                bad.append(BadRecord(window.pack, place.offset, chunk_id, front, error))
+                # What is wrong with a reference is said with the reference's own id.
+                dangling = error.context.get("id") not in (None, chunk_id.hex())
+                bad.append(BadRecord(window.pack, place.offset, chunk_id, front, error, dangling))
         return bad
 
     def _check_piece(

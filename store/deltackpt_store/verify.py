@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import warnings
 from collections.abc import Iterable
 from typing import Literal, get_args
@@ -14,6 +15,7 @@ from deltackpt_store.errors import (
     CorruptionError,
     DeltackptError,
     InvalidInputError,
+    StorageError,
     UnsupportedFormatError,
 )
 from deltackpt_store.impact import DamageMap, NeededChunks
@@ -58,7 +60,11 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class VerifyReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What was checked, and everything that was found to be wrong."""
+    """What was checked, and everything that was found to be wrong.
+
+    `notes` are no damage: what retention and collection leave behind and no listed or pinned step
+    needs (packs that are gone but still named, records coded against chunks that are gone).
+    """
 
     level: str
     runs: int
@@ -68,6 +74,7 @@ class VerifyReport(msgspec.Struct, frozen=True, kw_only=True):
     chunks: int
     bytes: int
     findings: tuple[Finding, ...]
+    notes: tuple[Finding, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -109,6 +116,7 @@ def verify(
 class _Verification:
     def __init__(self, store: Store, run: str | None) -> None:
         self._findings: list[Finding] = []
+        self._notes: list[Finding] = []
         try:
             self._store = Store.open(store.path, io=store.io)
         except DeltackptError as error:
@@ -117,10 +125,13 @@ class _Verification:
         self._packs = PackSet(store.io, store.path, store.uuid)
         self._run = run
         self._commits: list[Commit] = []  # those whose snapshot resolves
+        self._checked: set[tuple[str, int]] = set()
         self._manifests: set[str] = set()
         self._failed: dict[str, tuple[DeltackptError, list[Hit]]] = {}  # by manifest file
         self._closure: set[str] = set()
         self._needed = NeededChunks()
+        self._bad_packs: dict[str, DeltackptError] = {}
+        self._hurt: set[str] = set()  # packs named by steps that lost something
 
     def _found(
         self,
@@ -130,10 +141,7 @@ class _Verification:
         hits: Iterable[Hit] = (),
         pack: str | None = None,
     ) -> None:
-        reason = error.message if isinstance(error, DeltackptError) else str(error)
-        self._findings.append(
-            Finding(kind=kind, name=name, reason=reason, pack=pack, hits=tuple(hits))
-        )
+        self._findings.append(_finding(kind, name, error, hits, pack))
 
     def work(self, level: Level, progress: Progress | None, threads: int | None) -> VerifyReport:
         runs = self._check_runs()
@@ -157,6 +165,7 @@ class _Verification:
             chunks=sum(map(len, tables)),
             bytes=sum(int(table["stored"].sum(dtype=np.int64)) for table in tables),
             findings=tuple(self._findings),
+            notes=tuple(self._notes),
         )
 
     # commits, manifests, pins ----------------------------------------------------------------
@@ -192,16 +201,20 @@ class _Verification:
             number = parse_number(path.rsplit("/", 1)[-1]) or 0
             self._found("commit", path, error, [Hit(run=run, number=number)])
         for commit in commits:
-            self._manifests.update(d.hex() for d in (commit.manifest, commit.base) if d)
-            try:
-                snapshot = self._store.snapshot(commit)
-            except DeltackptError as error:
-                name = str(error.context.get("path") or f"manifests/{commit.manifest.hex()}")
-                self._failed.setdefault(name, (error, []))[1].append(_hit(commit))
-            else:
-                self._commits.append(commit)
-                self._closure.update(snapshot.packs)
-                self._needed.add(snapshot)
+            self._check_commit(commit)
+
+    def _check_commit(self, commit: Commit) -> None:
+        self._checked.add((commit.run, commit.number))
+        self._manifests.update(d.hex() for d in (commit.manifest, commit.base) if d)
+        try:
+            snapshot = self._store.snapshot(commit)
+        except DeltackptError as error:
+            name = str(error.context.get("path") or f"manifests/{commit.manifest.hex()}")
+            self._failed.setdefault(name, (error, []))[1].append(_hit(commit))
+        else:
+            self._commits.append(commit)
+            self._closure.update(snapshot.packs)
+            self._needed.add(snapshot)
 
     def _check_pins(self) -> None:
         try:
@@ -213,9 +226,12 @@ class _Verification:
             self._found("pin", path, error)
         for name in pins:
             try:
-                self._store.pinned(name)
+                commit = self._store.pinned(name)
             except DeltackptError as error:
                 self._found("pin", f"pins/{name}", error)
+                continue
+            if (commit.run, commit.number) not in self._checked:
+                self._check_commit(commit)  # retired, and kept by the pin alone
 
     def _check_other_manifests(self) -> None:
         """Manifests that no commit names (any more): a save may come to rely on them."""
@@ -263,16 +279,31 @@ class _Verification:
                 self._packs.damaged[name] = error
             if name not in self._packs.damaged:
                 intact.append(name)
+        self._bad_packs = dict(self._packs.damaged)  # readers forget those that are gone
         return intact
 
     def _report_chunks(self, lost: Lost, bad: list[BadRecord]) -> None:
-        """One finding for each damaged pack, damaged record, and chunk lost in another way."""
+        """One finding for each damaged pack, damaged record, and chunk lost in another way.
+
+        A pack that is gone, and a whole record whose references are gone, are collected garbage
+        as far as no step has lost anything by them.
+        """
         hits, blamed = self._hits(lost, {record.id for record in bad})
-        for name, error in sorted(self._packs.damaged.items()):
-            self._found("pack", relative_pack_path(name), error, blamed.get(name, {}).values())
+        for name, error in sorted(self._bad_packs.items()):
+            path = relative_pack_path(name)
+            if _is_gone(error) and name not in self._hurt:
+                reason = "it is gone, and nothing that was in it is needed or missing"
+                self._notes.append(_finding("pack", path, reason))
+            else:
+                self._found("pack", path, error, blamed.get(name, {}).values())
         for record in bad:
             where = relative_pack_path(record.pack)
-            self._found("chunk", record.id.hex(), record.error, hits.get(record.id, ()), where)
+            hit = hits.get(record.id, ())
+            if record.dangling and not hit:
+                note = _finding("chunk", record.id.hex(), record.error, pack=where)
+                self._notes.append(note)
+            else:
+                self._found("chunk", record.id.hex(), record.error, hit, where)
         for chunk_id in sorted(hits.keys() - {record.id for record in bad}):
             self._found("chunk", chunk_id.hex(), lost[chunk_id], hits[chunk_id])
 
@@ -292,9 +323,12 @@ class _Verification:
         mapping = DamageMap(set(lost))
         for place, commit in enumerate(self._commits):
             snapshot = self._store.snapshot(commit)
-            culprits = self._packs.damaged.keys() & set(snapshot.packs)
+            culprits = self._bad_packs.keys() & set(snapshot.packs)
             gone: dict[str, None] = {}
-            for chunk_id, paths in mapping.hits(snapshot).items():
+            found = mapping.hits(snapshot)
+            if found:
+                self._hurt.update(snapshot.packs)
+            for chunk_id, paths in found.items():
                 if culprits and chunk_id in unlisted:
                     gone.update(dict.fromkeys(paths))
                 else:
@@ -302,6 +336,21 @@ class _Verification:
             for culprit in culprits if gone else ():
                 blamed.setdefault(culprit, {})[place] = _hit(commit, gone)
         return hits, blamed
+
+
+def _is_gone(error: DeltackptError) -> bool:
+    return isinstance(error, StorageError) and error.errno == errno.ENOENT
+
+
+def _finding(
+    kind: str,
+    name: str,
+    error: Exception | str,
+    hits: Iterable[Hit] = (),
+    pack: str | None = None,
+) -> Finding:
+    reason = error.message if isinstance(error, DeltackptError) else str(error)
+    return Finding(kind=kind, name=name, reason=reason, pack=pack, hits=tuple(hits))
 
 
 def _hit(commit: Commit, tensors: Iterable[str] = ()) -> Hit:

@@ -323,6 +323,7 @@ SCHEMAS: dict[str, dict[str, Any]] = {
         "findings": [{"kind": str, "name": str, "pack": OPTIONAL_STR, "reason": str, "hits": [{
             "run": str, "step": OPTIONAL_INT, "number": int, "whole_step": bool,
             "tensors": [str]}]}],
+        "notes": [{"kind": str, "name": str, "pack": OPTIONAL_STR, "reason": str}],
     },
     "du": {
         "format": str, "store": str, "total_bytes": int, "files": dict, "referenced_bytes": int,

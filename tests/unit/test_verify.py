@@ -27,11 +27,13 @@ from deltackpt_store import (
     codecs,
 )
 from deltackpt_store.codecs import Codec, Encoded
+from deltackpt_store.gc import collect
 from deltackpt_store.impact import DamageMap, NeededChunks
 from deltackpt_store.manifest_io import encode_commit, to_base
 from deltackpt_store.names import number_name
 from deltackpt_store.pack import pack_name, pack_path
 from deltackpt_store.pack_writer import PackWriter
+from deltackpt_store.retention import retire
 from deltackpt_store.verify import Finding, VerifyReport, verify
 from small_store import CHUNK, SmallStore, pattern
 
@@ -363,6 +365,67 @@ def test_lost_references(small: SmallStore) -> None:
             assert report.damaged_steps == [("main", 1), ("main", 2)]
     finally:
         codecs._codecs.pop(201)
+
+
+# what collection leaves -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def collected(tmp_path: Path) -> Iterator[SmallStore]:
+    """Retired and collected: the base of step 3 names packs that are gone, and there is a record
+    that is coded against a chunk of them."""
+    small = SmallStore(tmp_path / "store")
+    small.writer._pack_bytes = 1  # a pack for each chunk
+    commits = three_steps(small)
+    dead = small.store.snapshot(commits[0]).chunks[2][0].tobytes()
+    alive = small.store.snapshot(commits[2]).chunks[0][0].tobytes()
+    path, offset, length = blobs(small.store)[alive]
+    name = pack_name("bb" * 8, 1)
+    pack = PackWriter(FileIO(), pack_path(small.path, name), small.store.uuid, "bb" * 8, 1)
+    pack.append(blake3(b"unneeded").digest(), 8, Encoded(2, b"", (dead,), [b"whatever"]))
+    kept = small.store.snapshot(commits[1]).chunks[2][0].tobytes()
+    place, at, size = blobs(small.store)[kept]
+    pack.append(kept, size, Encoded(0, b"", (), [place.read_bytes()[at : at + size]]))
+    # Another, useless record of a chunk that step 3 needs.
+    pack.append(alive, length, Encoded(2, b"", (dead,), [path.read_bytes()[offset:][:9]]))
+    pack.finish()
+    place.unlink()
+    small.writer.close()
+    retire(small.store, [commits[0], commits[1]])
+    small.store.pin("second", commits[2])
+    Path(small.path, "runs", "main", number_name(2) + ".retired").unlink()
+    small.store.pin("kept", commits[1])
+    retire(small.store, [commits[1]])
+    report = collect(small.store)
+    assert [n for _, n in report.commits] == [1]
+    assert report.packs
+    yield small
+    small.close()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_what_collection_leaves_is_no_damage(collected: SmallStore, level: Any) -> None:
+    """Prevents: a healthy store is called damaged once its garbage has been collected."""
+    report = verify(collected.store, level=level)
+    assert report.findings == ()
+    gone = {n.name for n in report.notes if n.kind == "pack"}
+    assert gone
+    assert not any(Path(collected.path, name).exists() for name in gone)
+    assert all(restores(Store.open(collected.path), c) for c in collected.store.commits("main"))
+    records = [n for n in report.notes if n.kind == "chunk"]
+    assert len(records) == (0 if level == "structure" else 2)
+    assert verify(collected.store, level=level, run="main").ok
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_pinned_step_is_checked_though_it_is_retired(collected: SmallStore, level: Any) -> None:
+    """Prevents: damage of a step that only a pin keeps goes unnoticed."""
+    pinned = collected.store.pinned("kept")
+    only_there = collected.store.snapshot(pinned).chunks[2][1].tobytes()
+    blobs(collected.store)[only_there][0].unlink()
+    report = verify(collected.store, level=level)
+    assert report.damaged_steps == [("main", 2)]
+    assert all("m/c" in hit.tensors for f in report.findings for hit in f.hits)
 
 
 # records ----------------------------------------------------------------------------------------

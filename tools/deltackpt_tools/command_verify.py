@@ -44,8 +44,22 @@ def _finding(finding: Finding) -> list[str]:
     return [*lines, *(f"  hits {_hit(hit)}" for hit in finding.hits)]
 
 
+def _notes(report: VerifyReport) -> list[str]:
+    """What was collected and is still named, counted: nothing is to be done about it."""
+    packs = sum(note.kind == "pack" for note in report.notes)
+    records = len(report.notes) - packs
+    lines: list[str] = []
+    if packs:
+        lines.append(f"note: {counted(packs, 'pack')} still named and collected, not needed")
+    if records:
+        what = counted(records, "record")
+        lines.append(f"note: {what} coded against chunks that are gone, not needed")
+    return lines
+
+
 def _lines(report: VerifyReport) -> list[str]:
     lines = [line for finding in report.findings for line in _finding(finding)]
+    lines += _notes(report)
     lines.append(
         f"checked {counted(report.commits, 'commit')}, {counted(report.manifests, 'manifest')}, "
         f"{counted(report.packs, 'pack')}, {counted(report.chunks, 'chunk')} "
@@ -92,6 +106,10 @@ def _document(path: str, report: VerifyReport) -> dict[str, Any]:
                 "hits": [hit(one) for one in finding.hits],
             }
             for finding in report.findings
+        ],
+        notes=[
+            {"kind": note.kind, "name": note.name, "pack": note.pack, "reason": note.reason}
+            for note in report.notes
         ],
     )
 
