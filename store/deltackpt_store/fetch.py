@@ -21,7 +21,6 @@ from deltackpt_store.pack import (
     RecordHead,
     check_payload,
     decode_record,
-    pack_path,
 )
 from deltackpt_store.pack_set import PackSet, is_damage
 
@@ -132,7 +131,7 @@ class Fetcher:
     def _check_record(self, task: Task, front: memoryview, payload: memoryview) -> RecordHead:
         """The parsed front of a record that is what its table says, with an intact payload."""
         place = task.place
-        path = pack_path(self._packs.root, place.pack)
+        path = self._packs.path(place.pack)
         head = decode_record(front, path, place.offset)
         declared = (head.id, head.codec, head.skip, head.raw, head.stored)
         if declared != (task.id, place.codec, place.header, len(task.dest), place.stored):
@@ -212,7 +211,7 @@ class Fetcher:
 
     def fill(self, pack: str, buffers: list[memoryview], offset: int, length: int) -> None:
         """Read `length` bytes of a pack into `buffers`; CorruptionError when it ends before."""
-        path = pack_path(self._packs.root, pack)
+        path = self._packs.path(pack)
         try:
             got = self._io.read_into(self._open(pack, path), buffers, offset)
         except OverflowError as error:  # an offset that no file can have

@@ -68,6 +68,13 @@ class FileIO:
         """Give `source` the second name `target`; ``FileExistsError`` when it is taken."""
         os.link(source, target)
 
+    def replace(self, source: str, target: str) -> None:
+        """Give the file `source` the name `target` in one step, in place of what had it.
+
+        Only for what is disposable, or damaged and kept elsewhere: nothing else is ever replaced.
+        """
+        os.replace(source, target)
+
     def unlink(self, path: str) -> None:
         os.unlink(path)
 
@@ -228,6 +235,24 @@ def publish_file(io: FileIO, temporary: str, path: str) -> None:
     io.link(temporary, path)
     discard(io, temporary)
     io.sync_directory(os.path.dirname(path))
+
+
+def replace_bytes(io: FileIO, path: str, data: Buffer) -> None:
+    """Make `path` hold `data`, durable on return, whatever it held; leaves no temporary file."""
+    directory, name = os.path.split(path)
+    temporary = os.path.join(directory, temporary_name(name))
+    handle = io.create(temporary)
+    try:
+        try:
+            io.write(handle, [data], 0)
+            io.sync(handle)
+        finally:
+            io.close(handle)
+        io.replace(temporary, path)
+    except BaseException:
+        discard(io, temporary)
+        raise
+    io.sync_directory(directory)
 
 
 def temporary_name(name: str) -> str:

@@ -47,13 +47,17 @@ class PackSet:
         except OSError as error:
             raise storage_error(error, "list the packs of", self.root) from error
 
+    def path(self, name: str) -> str:
+        """Where the pack `name` lies."""
+        return pack_path(self.root, name)
+
     def load(self, names: Iterable[str]) -> None:
         """Learn the footers of the packs `names`; damaged and missing ones go to `damaged`."""
         with self._lock:
             missing = sorted(set(names) - self.index.packs() - self.damaged.keys())
             for name in missing:
                 try:
-                    footer = read_footer(self.io, pack_path(self.root, name), store_uuid=self.uuid)
+                    footer = read_footer(self.io, self.path(name), store_uuid=self.uuid)
                 except DeltackptError as error:
                     if not is_damage(error):
                         raise
@@ -89,7 +93,7 @@ class PackSet:
         records: dict[bytes, list[Location]] = {}
         if not isinstance(self.damaged[name], UnsupportedFormatError):
             try:
-                for record in scan_records(self.io, pack_path(self.root, name)):
+                for record in scan_records(self.io, self.path(name)):
                     if record.intact:
                         records.setdefault(record.id, []).append(record.location)
             except DeltackptError as error:

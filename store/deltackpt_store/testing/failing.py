@@ -11,8 +11,8 @@ from typing import Any
 from deltackpt_store.fileio import Buffer, FileIO
 
 CALLS = (
-    "create", "write", "sync", "close", "link", "unlink", "sync_directory", "mkdir", "rmdir",
-    "chmod", "lock", "open", "size", "read_into", "list", "exists", "free_bytes",
+    "create", "write", "sync", "close", "link", "replace", "unlink", "sync_directory", "mkdir",
+    "rmdir", "chmod", "lock", "open", "size", "read_into", "list", "exists", "free_bytes",
 )  # fmt: skip
 """Names of all operations of a file layer."""
 
@@ -47,6 +47,10 @@ class _Intercepting(FileIO):
     def link(self, source: str, target: str) -> None:
         self.before("link", (source, target))
         self._inner.link(source, target)
+
+    def replace(self, source: str, target: str) -> None:
+        self.before("replace", (source, target))
+        self._inner.replace(source, target)
 
     def unlink(self, path: str) -> None:
         self.before("unlink", (path,))

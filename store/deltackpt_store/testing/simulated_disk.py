@@ -133,6 +133,13 @@ class SimulatedDisk(FileIO):
         self._tree.directories[directory][name] = inode
         self._journal.append(_Change("name", directory, name=name, target=inode))
 
+    def replace(self, source: str, target: str) -> None:
+        inode = self._existing(source)
+        directory, name = self._parent(target)
+        self._tree.directories[directory][name] = inode
+        self._journal.append(_Change("name", directory, name=name, target=inode))
+        self.unlink(source)
+
     def unlink(self, path: str) -> None:
         inode = self._existing(path)
         if inode in self._tree.directories:
