@@ -24,19 +24,15 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
-import time
-from collections.abc import Callable, Collection, Generator
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from deltackpt_store import leases
 from deltackpt_store.doomed import Doomed, leftovers, unneeded
 from deltackpt_store.errors import (
-    ConflictError,
     DeltackptError,
-    StorageError,
     UnsupportedFormatError,
 )
-from deltackpt_store.fileio import FileIO
 from deltackpt_store.generation import (
     Generation,
     newest_number,
@@ -49,18 +45,21 @@ from deltackpt_store.names import RETIRED_SUFFIX, number_name, pack_path
 from deltackpt_store.oserror import storage_error
 from deltackpt_store.proof import unreadable_after
 from deltackpt_store.roots import Roots, read_roots
+from deltackpt_store.settling import (
+    ACK_SECONDS,
+    Wait,
+    check_newest,
+    collection_lock,
+    overtaken,
+    patience,
+    settle,
+)
 from deltackpt_store.store import Store
 
 _log = logging.getLogger("deltackpt.store.gc")
 
-LOCK = "gc/lock"
-ACK_SECONDS = 60.0
-_POLL_SECONDS = 0.05
 _FEW_PACKS = 500
 """Condemned at a time when the record of all does not fit onto a full disk."""
-
-Wait = Callable[[list[str]], bool]
-"""Called with the writers that have not acknowledged yet; False: give up waiting."""
 
 
 @dataclass(slots=True)
@@ -109,13 +108,13 @@ def collect(
     store.format.require("gc", store.path)
     if dry_run:
         return _Collection(store, avoid).plan()
-    with _lock(store.io, store.path):
+    with collection_lock(store.io, store.path):
         collection = _Collection(store, avoid)
         try:
-            report = collection.run(wait or _patience(timeout))
+            report = collection.run(wait or patience(timeout))
             while collection.more:
                 collection = _Collection(store, avoid)
-                report = _added(report, collection.run(wait or _patience(timeout)))
+                report = _added(report, collection.run(wait or patience(timeout)))
         except OSError as error:
             if isinstance(error, DeltackptError):
                 raise
@@ -152,12 +151,12 @@ class _Collection:
             report.generation = last.number
             return report
         generation = self._publish(last, roots, doomed, marking)
-        claims, writers = self._settle(generation, wait)
+        claims, writers = settle(self._io, self._root, generation.number, wait)
         roots, marking, now = self._mark(generation.packs)
         final = _final(doomed, now, generation, claims)
         self._prove(marking, final)
         self._sync(roots)
-        self._check_mine(generation)
+        check_newest(self._io, self._root, generation.number)
         self._delete(final)
         self.more = self.more and bool(final.packs)
         report = _report(marking, final)
@@ -205,7 +204,7 @@ class _Collection:
             publish_generation(self._io, self._root, full)
             return full
         except FileExistsError:
-            raise _overtaken() from None
+            raise overtaken() from None
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
@@ -216,42 +215,6 @@ class _Collection:
         publish_generation(self._io, self._root, few)
         self.more = True
         return few
-
-    def _settle(self, generation: Generation, wait: Wait) -> tuple[leases.Claims, int]:
-        """Wait for the living, bury the dead; what is claimed, and how many were waited for."""
-        packs: set[str] = set()
-        manifests: set[bytes] = set()
-        settled: set[str] = set()
-        while True:
-            live, dead = leases.live_leases(self._io, self._root)
-            for writer in dead:
-                if not leases.bury(self._io, self._root, writer):
-                    live.append(writer)
-            missing: list[str] = []
-            for writer in live:
-                if writer in settled:
-                    continue
-                claims = leases.read_ack(self._io, self._root, generation.number, writer)
-                if claims is None:
-                    missing.append(writer)
-                else:
-                    settled.add(writer)
-                    packs |= claims.packs
-                    manifests |= claims.manifests
-            if not missing:
-                return leases.Claims(frozenset(packs), frozenset(manifests)), len(settled)
-            if not wait(missing):
-                raise self._busy(missing)
-            self._check_mine(generation)
-
-    def _busy(self, writers: list[str]) -> ConflictError:
-        who = ", ".join(leases.holder(self._io, self._root, writer) for writer in writers[:5])
-        return ConflictError(
-            f"{len(writers)} live writers have not let go of what may be deleted: {who}",
-            kind="gc-busy",
-            hint="nothing was deleted; run it again when they get on, or have ended",
-            writers=len(writers),
-        )
 
     def _close(self, generation: Generation) -> None:
         """Let writers use again what was pardoned; not vital."""
@@ -285,10 +248,6 @@ class _Collection:
                 len(lost),
             )
             final.packs -= marking.catalogue.holders(lost)
-
-    def _check_mine(self, generation: Generation) -> None:
-        if newest_number(self._io, self._root) != generation.number:
-            raise _overtaken()
 
     def _delete(self, final: Doomed) -> None:
         for name in sorted(final.packs):
@@ -352,51 +311,3 @@ def _added(first: GcReport, second: GcReport) -> GcReport:
     second.leftovers = sorted({*first.leftovers, *second.leftovers})
     second.pack_bytes += first.pack_bytes
     return second
-
-
-def _overtaken() -> ConflictError:
-    return ConflictError(
-        "another garbage collection has taken over",
-        kind="gc-running",
-        hint="run one at a time, on one machine",
-    )
-
-
-def _patience(seconds: float) -> Wait:
-    """Wait by the monotonic clock of this process: it bounds the wait and decides nothing else."""
-    end = time.monotonic() + seconds
-
-    def wait(writers: list[str]) -> bool:
-        if time.monotonic() >= end:
-            return False
-        time.sleep(_POLL_SECONDS)
-        return True
-
-    return wait
-
-
-@contextlib.contextmanager
-def _lock(io: FileIO, root: str) -> Generator[None]:
-    path = f"{root}/{LOCK}"
-    try:
-        handle = leases.with_reserve(io, root, lambda: io.lock(path, create=True))
-    except BlockingIOError as error:
-        raise ConflictError(
-            f"another garbage collection runs in {root}",
-            kind="gc-running",
-            hint="wait until it has ended",
-        ) from error
-    except OSError as error:
-        if error.errno in leases.NO_LOCKS:
-            raise StorageError(
-                f"garbage collection needs file locks, and there are none at {root}",
-                kind="no-locks",
-                hint="collect on a machine that mounts this file system with locks",
-                errno=error.errno,
-            ) from error
-        raise storage_error(error, "lock the store for garbage collection", path) from error
-    try:
-        yield
-    finally:
-        with contextlib.suppress(OSError):
-            io.close(handle)
