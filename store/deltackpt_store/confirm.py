@@ -113,8 +113,9 @@ class Confirmer:
         return head, payload
 
     def forget(self, chunk_id: bytes) -> None:
-        """Confirm this chunk anew at the next look-up."""
-        self._confirmed.pop(chunk_id, None)
+        """Confirm this chunk, and what may be coded against it, anew at the next look-up."""
+        if self._confirmed.pop(chunk_id, None) is not None:
+            self._confirmed.clear()
 
     def _open(self, pack: str) -> tuple[int, int]:
         known = self._handles.get(pack)

@@ -323,11 +323,18 @@ class StoreWriter:
         return self._confirmer.find(chunk_id)
 
     def _packs_of(self, refs: tuple[bytes, ...]) -> Iterable[str]:
-        for ref in refs:
+        """Packs of these chunks and of all they need; each chunk is looked at once."""
+        seen: set[bytes] = set()
+        open_ = list(refs)
+        while open_:
+            ref = open_.pop()
+            if ref in seen:
+                continue
+            seen.add(ref)
             location = self._place(ref)
             if location is not None:
                 yield location.pack
-                yield from self._packs_of(location.refs)
+                open_ += location.refs
 
     def _same(self, chunk_id: bytes, raw: memoryview) -> bool:
         location = self._confirmer.find(chunk_id)

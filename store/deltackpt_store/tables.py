@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from deltackpt_store.confirm import MAX_DEPTH
 from deltackpt_store.index import ChunkIndex, MemoryIndex
 from deltackpt_store.manifest import ID_BYTES, Ids, Layout, Snapshot
 from deltackpt_store.protocol import extent_keys
@@ -224,14 +225,22 @@ class ChunkTable:
 
 
 def packs_of(index: ChunkIndex, chunk_id: bytes) -> tuple[str, ...]:
-    """The packs that a stored chunk takes; empty when the index does not know them all."""
-    location = index.get(chunk_id)
-    if location is None:
-        return ()
-    packs = {location.pack}
-    for ref in location.refs:
-        more = packs_of(index, ref)
-        if not more:
-            return ()
-        packs.update(more)
-    return tuple(sorted(packs))
+    """The packs that a stored chunk takes; empty when the index does not tell.
+
+    It does not when it lacks one of the chunks needed, and when they need each other in a circle or
+    more deeply than a reader follows: what an index says is not to be trusted.
+    """
+    packs: set[str] = set()
+    needed = {chunk_id}
+    for _ in range(MAX_DEPTH + 1):
+        deeper: set[bytes] = set()
+        for one in needed:
+            location = index.get(one)
+            if location is None:
+                return ()
+            packs.add(location.pack)
+            deeper.update(location.refs)
+        if not deeper:
+            return tuple(sorted(packs))
+        needed = deeper
+    return ()

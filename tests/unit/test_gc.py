@@ -880,6 +880,30 @@ def test_copies_are_not_chosen_in_a_circle(store: Store, new: Callable[..., Auth
     assert mark(store, read_roots(store)).keeping() == set(plain)
 
 
+def test_packs_that_claim_a_circle_do_not_end_a_session(
+    store: Store, new: Callable[..., Author]
+) -> None:
+    """Prevents: a RecursionError where the writer asks which packs a step takes."""
+    author = new()
+    author.save(1, ["a", "b"])
+    plain = store.packs.names()
+    circle = [
+        _pack(store, "ee" * 8, [("a", ("b",))]),
+        _pack(store, "ff" * 8, [("b", ("a",))]),
+    ]
+    author.hints = circle
+    commit = author.save(2, ["a", "b"])
+    author.close()
+    session = Session(store, "main", IO)
+    third = session.save(3, ["a", "c"], commit=commit)
+    assert third is not None
+    fourth = session.save(4, ["a", "b"], relative=1)
+    assert fourth is not None
+    collected(store, session, avoid=plain)
+    session.close()
+    check_everything(store, [third, fourth])
+
+
 def test_a_record_without_its_references_does_not_stand_for_the_chunk(
     store: Store, new: Callable[..., Author]
 ) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 
 import numpy as np
-from deltackpt_store.index import MemoryIndex
+from deltackpt_store.index import Location, MemoryIndex
 from deltackpt_store.manifest import ExtentSpec, Layout, Snapshot, TensorView
 from deltackpt_store.pack import ENTRY_DTYPE, PackEntries
-from deltackpt_store.tables import ChunkTable
+from deltackpt_store.tables import ChunkTable, packs_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -141,3 +141,35 @@ def test_unchanged_saves_cost_no_memory() -> None:
         table.freeze()
         arrays[id(table.chunks[0])] += 1
     assert len(arrays) == 1
+
+
+class Told:
+    """An index that says what it was told."""
+
+    def __init__(self, refs: dict[int, tuple[int, ...]]) -> None:
+        self.asked = 0
+        self._refs = refs
+
+    def get(self, chunk_id: bytes) -> Location | None:
+        self.asked += 1
+        number = int.from_bytes(chunk_id, "big")
+        if number not in self._refs:
+            return None
+        refs = tuple(map(ident, self._refs[number]))
+        return Location(f"p{number}", 64, 64, 10, 10, 2 if refs else 0, refs)
+
+
+def test_references_in_a_circle_are_told_from_a_chain() -> None:
+    # Prevents: an index that is wrong ends the writer with a RecursionError, or keeps it busy.
+    chain = {n: (n + 1,) for n in range(8)} | {8: ()}
+    assert packs_of(Told(chain), ident(0)) == tuple(f"p{n}" for n in range(9))  # type: ignore[arg-type]
+    assert packs_of(Told(chain | {8: (9,), 9: ()}), ident(0)) == ()  # type: ignore[arg-type]
+    assert packs_of(Told({1: (2,), 2: (1,)}), ident(1)) == ()  # type: ignore[arg-type]
+    assert packs_of(Told({1: (1,)}), ident(1)) == ()  # type: ignore[arg-type]
+    assert packs_of(Told({1: (2, 3), 2: ()}), ident(1)) == ()  # type: ignore[arg-type]
+    both = Told({1: (2, 3), 2: (4,), 3: (4,), 4: ()})
+    assert packs_of(both, ident(1)) == ("p1", "p2", "p3", "p4")  # type: ignore[arg-type]
+    wide = {n: tuple(range(1, 100)) for n in range(100)}
+    index = Told(wide)
+    assert packs_of(index, ident(0)) == ()  # type: ignore[arg-type]
+    assert index.asked < 10 * 100
