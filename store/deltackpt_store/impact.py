@@ -86,6 +86,33 @@ class DamageMap:
 
     def hits(self, snapshot: Snapshot) -> dict[bytes, list[str]]:
         """Chunk id -> paths of the tensors that lie (partly) in it, in the order of leaves."""
+        damaged = self._damaged(snapshot)
+        found: dict[bytes, list[str]] = {}
+        for view in snapshot.layout.tensors if damaged else ():
+            for chunk_id, _, _ in _within(view, damaged.get(view.extent, ())):
+                paths = found.setdefault(chunk_id, [])
+                path = snapshot.layout.paths[view.slot]
+                if path not in paths[-1:]:
+                    paths.append(path)
+        return found
+
+    def ranges(self, snapshot: Snapshot) -> dict[str, list[tuple[int, int]]]:
+        """Path of each tensor hit -> the bytes (start, stop) of it that lie in those chunks.
+
+        Counted from the tensor's first element, in the memory that it looks at; ascending.
+        """
+        damaged = self._damaged(snapshot)
+        found: dict[str, list[tuple[int, int]]] = {}
+        for view in snapshot.layout.tensors if damaged else ():
+            for _, start, stop in _within(view, damaged.get(view.extent, ())):
+                ranges = found.setdefault(snapshot.layout.paths[view.slot], [])
+                if ranges and ranges[-1][1] == start:
+                    start = ranges.pop()[0]
+                ranges.append((start, stop))
+        return found
+
+    def _damaged(self, snapshot: Snapshot) -> dict[int, list[tuple[bytes, int, int]]]:
+        """Extent -> (chunk id, start, end) of those of the chunks that lie in it."""
         damaged: dict[int, list[tuple[bytes, int, int]]] = {}
         for extent, ids in snapshot.chunks.items():
             for row in np.flatnonzero(np.isin(_prefix(ids), self._prefixes)).tolist():
@@ -95,14 +122,7 @@ class DamageMap:
                     start = row * spec.chunk_bytes
                     span = (chunk_id, start, start + spec.chunk_length(row))
                     damaged.setdefault(extent, []).append(span)
-        found: dict[bytes, list[str]] = {}
-        for view in snapshot.layout.tensors if damaged else ():
-            for chunk_id in _within(view, damaged.get(view.extent, ())):
-                paths = found.setdefault(chunk_id, [])
-                path = snapshot.layout.paths[view.slot]
-                if path not in paths[-1:]:
-                    paths.append(path)
-        return found
+        return damaged
 
 
 def _prefix(ids: Ids) -> NDArray[np.uint64]:
@@ -110,12 +130,13 @@ def _prefix(ids: Ids) -> NDArray[np.uint64]:
     return words[:, 0]
 
 
-def _within(view: TensorView, spans: Any) -> Iterator[bytes]:
-    """Ids of the chunks (id, start, end) that the bytes spanned by `view` overlap."""
+def _within(view: TensorView, spans: Any) -> Iterator[tuple[bytes, int, int]]:
+    """Of the chunks (id, start, end) those that the bytes spanned by `view` overlap, with the
+    part of the view's bytes that lies in each."""
     if 0 in view.shape:
         return
     last = sum((size - 1) * step for size, step in zip(view.shape, view.stride, strict=True))
     end = view.offset + (last + 1) * element_bytes(view.dtype)
     for chunk_id, first, stop in spans:
         if first < end and view.offset < stop:
-            yield chunk_id
+            yield chunk_id, max(first, view.offset) - view.offset, min(stop, end) - view.offset

@@ -84,10 +84,14 @@ class PackSet:
         """Undamaged records of a chunk in packs whose footer is unusable, found by scanning."""
         found: list[Location] = []
         for name in sorted(self.damaged):
-            if name not in self._salvaged:
-                self._salvaged[name] = self._scan(name)
-            found += self._salvaged[name].get(chunk_id, ())
+            found += self.salvaged(name).get(chunk_id, ())
         return found
+
+    def salvaged(self, name: str) -> dict[bytes, list[Location]]:
+        """All undamaged records of one pack whose footer is unusable, by chunk id."""
+        if name not in self._salvaged:
+            self._salvaged[name] = self._scan(name)
+        return self._salvaged[name]
 
     def _scan(self, name: str) -> dict[bytes, list[Location]]:
         records: dict[bytes, list[Location]] = {}
