@@ -192,8 +192,8 @@ class Marking:
         """Of each group the record that is kept most willingly.
 
         Records that can be decoded come first, then packs that are not condemned, then those not
-        to be avoided, then records that need no other chunk, then the packs with the larger live
-        share.
+        to be avoided, then records that need no other chunk, then those that need only what is
+        needed anyway, then the packs with the larger live share.
         """
         catalogue = self.catalogue
         if not catalogue.groups:
@@ -205,9 +205,11 @@ class Marking:
         by_share = np.lexsort((np.arange(packs), -self.live_shares()))
         rank = np.empty(packs, np.uint64)
         rank[by_share] = np.arange(packs, dtype=np.uint64)
-        score = np.repeat(rank + dislike * np.uint64(2 * packs), np.diff(catalogue.first))
-        score[catalogue.coded.rows] += np.uint64(packs)
-        score[catalogue.coded.rows[~self._decodable()]] += np.uint64(8 * packs)
+        score = np.repeat(rank + dislike * np.uint64(3 * packs), np.diff(catalogue.first))
+        coded = catalogue.coded
+        score[coded.rows] += np.uint64(packs)
+        score[coded.rows[~self.held_by(self.live)]] += np.uint64(packs)
+        score[coded.rows[~self._decodable()]] += np.uint64(12 * packs)
         score <<= np.uint64(32)
         score |= np.arange(len(score), dtype=np.uint64)
         smallest = np.minimum.reduceat(score[catalogue.order], catalogue.start[:-1])
@@ -219,18 +221,25 @@ class Marking:
         good = np.zeros(len(coded.rows), np.bool_)
         if not len(good):
             return good
-        group = self._groups_of(coded.rows)
+        group = self.groups_of(coded.rows)
         solved = np.ones(catalogue.groups, np.bool_)
         records = np.diff(catalogue.start.astype(np.int64))
         solved[np.bincount(group, minlength=catalogue.groups) == records] = False
         for _ in range(MAX_DEPTH):
-            held = (coded.needs >= 0) & solved[coded.needs]
-            now = np.logical_and.reduceat(held, coded.first[:-1])
+            now = self.held_by(solved)
             if np.array_equal(now, good):
                 break
             good = now
             solved[group[good]] = True
         return good
+
+    def held_by(self, groups: Bools) -> Bools:
+        """Of each coded record whether all that it needs is among `groups`."""
+        coded = self.catalogue.coded
+        if not len(coded.rows):
+            return np.zeros(0, np.bool_)
+        held = (coded.needs >= 0) & groups[coded.needs]
+        return np.logical_and.reduceat(held, coded.first[:-1])
 
     def live_shares(self) -> NDArray[np.float64]:
         """Of each pack, which share of its payload bytes is of needed chunks."""
@@ -247,12 +256,12 @@ class Marking:
 
     def _need(self, rows: Ints) -> None:
         """What the records `rows` are coded against is needed too."""
-        needs = self._needs_of(rows)[1]
+        needs = self.needs_of(rows)[1]
         if len(needs) and int(needs.min()) < 0:
             self._missing(rows)
         self.live[needs] = True
 
-    def _needs_of(self, rows: Ints) -> tuple[Ints, Ints]:
+    def needs_of(self, rows: Ints) -> tuple[Ints, Ints]:
         """(position within `rows`, group needed) for every reference of these records."""
         coded = self.catalogue.coded
         if not len(coded.rows) or not len(rows):
@@ -270,8 +279,8 @@ class Marking:
         catalogue = self.catalogue
         solved = ~live
         rows = np.flatnonzero(self.kept)
-        group = self._groups_of(rows)
-        where, needs = self._needs_of(rows)
+        group = self.groups_of(rows)
+        where, needs = self.needs_of(rows)
         for _ in range(MAX_DEPTH + 1):
             open_ = np.zeros(len(rows), np.bool_)
             open_[where[~solved[needs]]] = True
@@ -286,12 +295,13 @@ class Marking:
             solved[tangled] = True
             every = np.concatenate([catalogue.rows_of(g) for g in tangled.tolist()])
             self.kept[every] = True
-            needs = self._needs_of(every)[1]
+            needs = self.needs_of(every)[1]
             self.live[needs[needs >= 0]] = True
             solved[np.flatnonzero(self.live & ~live)] = False
             live |= self.live
 
-    def _groups_of(self, rows: Ints) -> Ints:
+    def groups_of(self, rows: Ints) -> Ints:
+        """The group of each row."""
         catalogue = self.catalogue
         group = np.empty(len(catalogue.ids), np.uint32)
         group[catalogue.order] = np.repeat(
@@ -300,7 +310,7 @@ class Marking:
         return group[rows].astype(np.int64)
 
     def _missing(self, rows: Ints) -> None:
-        where, needs = self._needs_of(rows)
+        where, needs = self.needs_of(rows)
         row = int(rows[where[int(np.argmin(needs))]])
         raise _lost(f"what chunk {self.catalogue.ids[row].tobytes().hex()} is coded against")
 
