@@ -118,7 +118,10 @@ def collect(
         except OSError as error:
             if isinstance(error, DeltackptError):
                 raise
-            raise storage_error(error, "collect garbage in", store.path) from error
+            doing, where = f"collect garbage in {store.path}, using", error.filename
+            if not isinstance(where, str):
+                doing, where = "collect garbage in", store.path
+            raise storage_error(error, doing, where) from error
         leases.make_reserve(store.io, store.path)
         return report
 
@@ -199,6 +202,7 @@ class _Collection:
             packs=frozenset(doomed.packs),
             manifests=frozenset(doomed.manifests),
             boundary=boundary,
+            bases=last.bases,
         )
         try:
             publish_generation(self._io, self._root, full)
@@ -211,14 +215,18 @@ class _Collection:
         # No room to write down everything: begin with the largest packs.
         size = dict(zip(marking.catalogue.names, marking.catalogue.sizes, strict=True))
         largest = sorted(doomed.packs, key=lambda name: -size[name])[:_FEW_PACKS]
-        few = Generation(number=full.number, packs=frozenset(largest), boundary=last.boundary)
+        few = Generation(
+            number=full.number, packs=frozenset(largest), boundary=last.boundary, bases=last.bases
+        )
         publish_generation(self._io, self._root, few)
         self.more = True
         return few
 
     def _close(self, generation: Generation) -> None:
         """Let writers use again what was pardoned; not vital."""
-        after = Generation(number=generation.number + 1, boundary=generation.boundary)
+        after = Generation(
+            number=generation.number + 1, boundary=generation.boundary, bases=generation.bases
+        )
         with contextlib.suppress(OSError):
             publish_generation(self._io, self._root, after)
 

@@ -29,12 +29,15 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
 
     `boundary` is, per run, the largest commit number whose record has been or may be removed: no
     commit of that number or a smaller one counts as made any more.
+    `bases` names, per run, a commit of which compaction has stored every chunk without references:
+    a writer of the run may code against these from then on. Nothing depends on it.
     """
 
     number: int = 0
     packs: frozenset[str] = frozenset()
     manifests: frozenset[bytes] = frozenset()
     boundary: dict[str, int] = {}
+    bases: dict[str, int] = {}
 
 
 def newest_number(io: FileIO, root: str) -> int:
@@ -65,6 +68,7 @@ def read_generation(io: FileIO, root: str, number: int) -> Generation:
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise _damaged(path, str(error)) from error
     names = [*map(is_pack_name, generation.packs), *map(is_name, generation.boundary)]
+    names += map(is_name, generation.bases)
     if generation.number != number or not all(names):
         raise _damaged(path, "it holds impossible names")
     return generation

@@ -67,6 +67,7 @@ class RunWriter:
     ) -> None:
         """Owns `index`, `lock` and `lease` once it is made."""
         self._store = store
+        self._run = hello.run
         self._seed = hello.seed
         self._ring = ring
         self._index = index
@@ -86,6 +87,8 @@ class RunWriter:
         self._retention = None if keep is None else Retention(store, hello.run, keep)
         self._hold: Hold | None = None
         self._index_is_old = False  # chunks were moved, or packs pardoned
+        # Number of the newest commit whose chunks later ones are known to be coded against.
+        self._adopted = 0 if self._lineage.head is None else self._lineage.head.number
         self._layout: Layout | None = None
         self._active: dict[int, PendingSave] = {}
         self._tables: OrderedDict[int | tuple[str, int], ChunkTable | None] = OrderedDict()
@@ -139,6 +142,7 @@ class RunWriter:
                 staying = set(store.packs.names()) - self._writer.absent_packs
                 refresh(self._index, store.io, store.path, staying, store_uuid=store.uuid)
                 self._index_is_old = False
+                self._adopt_base()
         except StorageError as error:
             _log.warning("%s", error)
 
@@ -253,6 +257,25 @@ class RunWriter:
     def _heeded(self) -> None:
         self._publisher.forget(self._writer.absent_manifests)
         self._index_is_old = True
+
+    def _adopt_base(self) -> None:
+        """Code further saves against the base that a compaction has made meanwhile.
+
+        What the old base holds can then be deleted once no step refers to it any more.
+        """
+        number = self._writer.bases.get(self._run, 0)
+        if number <= self._adopted:
+            return
+        self._adopted = number
+        try:
+            snapshot = self._store.snapshot(self._store.read_commit(self._run, number))
+        except DeltackptError as error:  # it was collected: the next save stores its own base
+            _log.info("the base that compaction has made is not used: %s", error)
+            return
+        tables = [save.table for save in self._active.values()]
+        tables += [table for table in self._tables.values() if table is not None]
+        for table in {id(table): table for table in tables}.values():
+            table.adopt(snapshot.layout, snapshot.chunks)
 
     def _keep_alive(self, commit: Commit | None) -> None:
         """Hold what training was restored from, until this session has a commit of its own."""

@@ -202,6 +202,11 @@ class StoreWriter:
         """Manifests that must not be built upon: a collection is about to delete them."""
         return self._standing.manifests
 
+    @property
+    def bases(self) -> Mapping[str, int]:
+        """By run, the commit whose chunks compaction has stored without references last."""
+        return self._standing.generation.bases
+
     def _claims(self, generation: Generation) -> Claims:
         return Claims(
             generation.packs.intersection(self.claim(generation.packs)),
@@ -244,6 +249,17 @@ class StoreWriter:
         for (chunk_id, i), outcome in zip(fresh.items(), outcomes, strict=True):
             puts[i] = self._append(chunk_id, views[i], outcome.best)
         return [put or self._unflushed[ids[i]] for i, put in enumerate(puts)]
+
+    def put_encoded(self, chunk_id: bytes, raw: memoryview, encoded: codecs.Encoded) -> Put:
+        """Store a chunk in this form, also when the store holds it already.
+
+        For compaction and repair, which have proved that `raw` has the id and is what `encoded`
+        stands for. Otherwise as `put_many`.
+        """
+        self._check()
+        if not self._heeding:
+            self.heed()
+        return self._append(chunk_id, raw, encoded)
 
     def next_save(self, state_bytes: int = 0) -> None:
         """What is put from here on belongs to another step, for what is learned about tensors.

@@ -7,6 +7,8 @@ per chunk of those), and nothing accumulates from save to save.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -182,6 +184,23 @@ class ChunkTable:
             self._where[extent] = moved
         self._recount()
         return {name for names in self._names.values() for name in packs.intersection(names)}
+
+    def adopt(self, layout: Layout, chunks: Mapping[int, Ids]) -> None:
+        """Code what comes next against these chunks, which are stored without references.
+
+        `chunks` are of a step of `layout`. Positions whose present chunk is stored without
+        reference itself keep that one. May be called after :meth:`freeze`.
+        """
+        theirs = {key: extent for extent, key in enumerate(extent_keys(layout))}
+        for extent, key in enumerate(extent_keys(self.layout)):
+            ids = chunks.get(theirs.get(key, -1))
+            if extent not in self._bases or ids is None:
+                continue
+            old = self._bases[extent]
+            own = (old == self.chunks[extent]).all(axis=1)
+            new = np.where(own[:, None], old, ids)
+            new.flags.writeable = extent in self._own
+            self._bases[extent] = new
 
     def _recount(self) -> None:
         self._counts = {}
