@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from authors import Author, Session, check_everything, chunk_of, words_in
+from authors import Author, Session, check_everything, chunk_of, everything_in, words_in
 from deltackpt_store.client import WriterClient
 from deltackpt_store.errors import DeltackptError
 from deltackpt_store.fileio import TEMPORARY_PREFIX, make_directories
@@ -30,10 +30,11 @@ from deltackpt_store.retention import Keep, apply, retire
 from deltackpt_store.roots import read_roots
 from deltackpt_store.store import Store
 from deltackpt_store.store_writer import StoreWriter
-from deltackpt_store.testing import CrashState, FailingIO, SimulatedDisk
+from deltackpt_store.testing import CrashState, FailingIO, SimulatedDisk, check_crash_states
 from toy_trainer import CHUNK, SEED, ToyTrainer, check_run
 
 PATH = "/disk/store"
+Figure = Callable[[str, int], None]
 
 
 @pytest.fixture
@@ -60,12 +61,31 @@ class Kept:
         self.disk.mark(tuple(commits))
 
 
-def check_state(crash: CrashState) -> SimulatedDisk:
-    """Everything that must be there is, and all that is listed is whole."""
-    disk = crash.disk()
-    must = next((mark for mark in reversed(crash.marks) if isinstance(mark, tuple)), ())
-    check_everything(Store.open(PATH, io=disk), must, crash)
-    return disk
+class Recovery:
+    """What each crash state leaves; now and then also that work goes on from there."""
+
+    def __init__(self, goes_on_every: int = 0) -> None:
+        self._every = goes_on_every
+        self._count = 0
+
+    def recover(self, crash: CrashState) -> tuple[set[bytes], int]:
+        """Commits that are there, each whole, and the step of the newest of the run."""
+        disk = crash.disk()
+        store = Store.open(PATH, io=disk)
+        found = everything_in(store, crash)
+        newest = max((commit.step for commit in store.commits("main")), default=-1)
+        self._count += 1
+        if self._every and self._count % self._every == 0:
+            check_goes_on(disk, crash)
+        return found, newest
+
+    def accept(self, recovered: tuple[set[bytes], int], crash: CrashState) -> None:
+        """What was marked last as what must be there is, and the newest acknowledged step."""
+        found, newest = recovered
+        must = next((mark for mark in reversed(crash.marks) if isinstance(mark, tuple)), ())
+        for commit in must:
+            assert commit.digest in found, f"{crash}: {commit.run}@{commit.step} is gone"
+        assert newest >= max((m for m in crash.marks if isinstance(m, int)), default=-1), crash
 
 
 def check_goes_on(disk: SimulatedDisk, where: object) -> None:
@@ -86,7 +106,7 @@ def check_goes_on(disk: SimulatedDisk, where: object) -> None:
 
 # case 109
 @pytest.mark.usefixtures("one_thread")
-def test_every_crash_state_of_retention_and_collection() -> None:
+def test_every_crash_state_of_retention_and_collection(figure: Figure) -> None:
     kept = Kept()
     author = Author(kept.store, "main")
     commits = [author.save(step, ["kept", f"{step}", f"{step // 2}"]) for step in range(6)]
@@ -100,17 +120,18 @@ def test_every_crash_state_of_retention_and_collection() -> None:
     kept.store.unpin("good")
     kept.must(*commits[4:])
     collect(kept.store)
-    states = 0
-    for crash in kept.disk.crash_states(start=start, random_states=8):
-        disk = check_state(crash)
-        states += 1
-        if states % 10 == 0:
-            check_goes_on(disk, crash)
-    assert states > 1000
+    recovery = Recovery(goes_on_every=5)
+    found = check_crash_states(
+        kept.disk, recovery.recover, recovery.accept, start=start, exhaustive=128, random_states=16
+    )
+    figure("crash states of retention and collection", found.states)
+    figure("crash states that differ", found.distinct)
+    assert found.states > 2000
+    assert found.distinct > 300
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_every_crash_state_of_saving_beside_a_collection() -> None:
+def test_every_crash_state_of_saving_beside_a_collection(figure: Figure) -> None:
     """The writer's own operations and the collection's alternate."""
     kept = Kept()
     author = Author(kept.store, "main")
@@ -136,20 +157,21 @@ def test_every_crash_state_of_saving_beside_a_collection() -> None:
         collect(kept.store, wait=save)
     session.close()
     collect(kept.store)
-    states = 0
-    for crash in kept.disk.crash_states(start=start, random_states=4):
-        disk = check_state(crash)
-        acknowledged = max((step for step in crash.marks if isinstance(step, int)), default=2)
-        assert Store.open(PATH, io=disk).head("main").step >= acknowledged, crash
-        states += 1
-        if states % 25 == 0:
-            check_goes_on(disk, crash)
-    assert states > 1500
+    recovery = Recovery(goes_on_every=20)
+    found = check_crash_states(
+        kept.disk, recovery.recover, recovery.accept, start=start, exhaustive=64, random_states=8
+    )
+    figure("crash states of saving beside a collection", found.states)
+    figure("crash states that differ", found.distinct)
+    assert found.states > 3000
+    assert found.distinct > 300
 
 
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("left", ["retired", "pin", "pack", "withdrawn"])
-def test_what_a_killed_process_left_unsynced_is_made_durable_before_deletions(left: str) -> None:
+def test_what_a_killed_process_left_unsynced_is_made_durable_before_deletions(
+    left: str, figure: Figure
+) -> None:
     """Guard: the sync before the deletions.
 
     A process was killed between a change and its directory sync: a step marked as retired, a pin
@@ -187,8 +209,12 @@ def test_what_a_killed_process_left_unsynced_is_made_durable_before_deletions(le
     start = kept.disk.operations
     collect(kept.store, avoid=avoid)
     assert len(kept.store.packs.names()) == 1
-    for crash in kept.disk.crash_states(start=start, random_states=8):
-        check_state(crash)
+    recovery = Recovery()
+    found = check_crash_states(
+        kept.disk, recovery.recover, recovery.accept, start=start, exhaustive=128, random_states=8
+    )
+    figure("crash states of retention and collection", found.states)
+    figure("crash states that differ", found.distinct)
 
 
 # case 79

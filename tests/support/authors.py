@@ -74,6 +74,13 @@ def check_everything(
     store: Store, acknowledged: Sequence[Commit | Committed] = (), where: object = ""
 ) -> None:
     """All acknowledged commits are there, and every listed or pinned one restores."""
+    found = everything_in(store, where)
+    for commit in acknowledged:
+        assert commit.digest in found, f"{where}: {commit.run}@{commit.step} is gone"
+
+
+def everything_in(store: Store, where: object = "") -> set[bytes]:
+    """Digests of all commits that are listed or pinned; each of them restores."""
     found: set[bytes] = set()
     for run in store.runs():
         commits = store.commits(run)
@@ -85,8 +92,7 @@ def check_everything(
         commit = store.pinned(name)
         words_in(store, commit)
         found.add(commit.digest)
-    for commit in acknowledged:
-        assert commit.digest in found, f"{where}: {commit.run}@{commit.step} is gone"
+    return found
 
 
 class Author:

@@ -79,11 +79,15 @@ def read_step(store: Store, commit: Commit) -> np.ndarray:
     return out
 
 
-def check_whole(store: Store, acknowledged: set[int], where: object) -> None:
-    """Every acknowledged step is there; every step that is listed restores bit-exactly."""
+def check_whole(store: Store, acknowledged: set[int], where: object) -> set[int]:
+    """Every acknowledged step is there; every step that is listed restores bit-exactly.
+
+    Returns the steps listed.
+    """
     commits = store.commits("main") if "main" in store.runs() else []
     assert not getattr(commits, "damaged", []), f"{where}: {commits}"
     steps = {commit.step for commit in commits}
     assert acknowledged <= steps, f"{where}: {acknowledged} durable, {steps} there"
     for commit in commits:
         assert np.array_equal(read_step(store, commit), state_at(commit.step)), where
+    return steps
