@@ -191,25 +191,25 @@ class Marking:
     def _best(self) -> NDArray[np.uint32]:
         """Of each group the record that is kept most willingly.
 
-        Records that can be decoded come first, then packs that are not condemned, then those not
-        to be avoided, then records that need no other chunk, then those that need only what is
-        needed anyway, then the packs with the larger live share.
+        Records that can be decoded come first, then packs that are not condemned, then records
+        that keep no further chunk alive, then packs not to be avoided, then records that need no
+        other chunk, then the packs with the larger live share.
         """
         catalogue = self.catalogue
         if not catalogue.groups:
             return np.empty(0, np.uint32)
         packs = len(catalogue.names)
         dislike = np.array(
-            [2 * (n in self._condemned) + (n in self._avoid) for n in catalogue.names], np.uint64
+            [4 * (n in self._condemned) + (n in self._avoid) for n in catalogue.names], np.uint64
         )
         by_share = np.lexsort((np.arange(packs), -self.live_shares()))
         rank = np.empty(packs, np.uint64)
         rank[by_share] = np.arange(packs, dtype=np.uint64)
-        score = np.repeat(rank + dislike * np.uint64(3 * packs), np.diff(catalogue.first))
+        score = np.repeat(rank + dislike * np.uint64(2 * packs), np.diff(catalogue.first))
         coded = catalogue.coded
         score[coded.rows] += np.uint64(packs)
-        score[coded.rows[~self.held_by(self.live)]] += np.uint64(packs)
-        score[coded.rows[~self._decodable()]] += np.uint64(12 * packs)
+        score[coded.rows[~self.held_by(self.live)]] += np.uint64(4 * packs)
+        score[coded.rows[~self._decodable()]] += np.uint64(16 * packs)
         score <<= np.uint64(32)
         score |= np.arange(len(score), dtype=np.uint64)
         smallest = np.minimum.reduceat(score[catalogue.order], catalogue.start[:-1])
