@@ -17,6 +17,7 @@ import errno
 import fcntl
 import os
 import secrets
+import stat
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -121,7 +122,8 @@ class FileIO:
     # reading -------------------------------------------------------------------------------
 
     def open(self, path: str) -> int:
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        """Open the file at `path`, never waiting. ``OSError`` (see `open_regular`)."""
+        return open_regular(path, os.O_RDONLY)
 
     def size(self, handle: int) -> int:
         return os.fstat(handle).st_size
@@ -157,14 +159,41 @@ class FileIO:
         return status.f_bavail * status.f_frsize
 
 
-def _open_to_lock(path: str, create: bool) -> int:
+def open_regular(path: str, flags: int, mode: int = 0o666) -> int:
+    """Open a file that must be a regular one, or become one.
+
+    A pipe, socket, device or directory in its place is refused by ``OSError`` (ENXIO, EISDIR) that
+    names it, and is never waited for.
+    """
+    flags |= os.O_CLOEXEC
     try:
-        flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0)
-        return os.open(path, flags, 0o666)
+        handle = os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY, mode)
+    except BlockingIOError:  # a file server is just taking back what it gave to a client
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise
+        handle = os.open(path, flags, mode)
+    except OSError as error:
+        if error.errno == errno.ENXIO:
+            raise OSError(errno.ENXIO, "it is a socket or device, not a file", path) from None
+        raise
+    kind = os.fstat(handle).st_mode
+    if stat.S_ISREG(kind):
+        return handle
+    os.close(handle)
+    if stat.S_ISDIR(kind):
+        raise OSError(errno.EISDIR, "it is a directory, not a file", path)
+    what = "pipe" if stat.S_ISFIFO(kind) else "device"
+    raise OSError(errno.ENXIO, f"it is a {what}, not a file", path)
+
+
+def _open_to_lock(path: str, create: bool) -> int:
+    """Symbolic links are not followed: nothing is made or written elsewhere."""
+    try:
+        return open_regular(path, os.O_RDWR | os.O_NOFOLLOW | (os.O_CREAT if create else 0))
     except OSError as error:
         if create or error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
             raise
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        return open_regular(path, os.O_RDONLY | os.O_NOFOLLOW)
 
 
 def _names(path: str, handle: int) -> bool:

@@ -118,10 +118,7 @@ def collect(
         except OSError as error:
             if isinstance(error, DeltackptError):
                 raise
-            doing, where = f"collect garbage in {store.path}, using", error.filename
-            if not isinstance(where, str):
-                doing, where = "collect garbage in", store.path
-            raise storage_error(error, doing, where) from error
+            raise storage_error(error, "collect garbage in", store.path) from error
         leases.make_reserve(store.io, store.path)
         return report
 

@@ -24,12 +24,14 @@ import os
 import threading
 import time
 from collections.abc import Callable, Generator
+from typing import BinaryIO
 
 import lmdb
 import msgspec
 from xxhash import xxh3_128
 
 from deltackpt_store.errors import StateError, StorageError
+from deltackpt_store.fileio import open_regular
 
 _log = logging.getLogger("deltackpt.store.index")
 
@@ -110,7 +112,7 @@ class Environment:
     def _sealed(self) -> Seal | None:
         """The seal, if it matches the data file and this store."""
         try:
-            with open(os.path.join(self.directory, _SEAL), "rb") as file:
+            with _opened(os.path.join(self.directory, _SEAL)) as file:
                 seal = msgspec.json.decode(file.read(4096), type=Seal)
             data = os.path.join(self.directory, _DATA)
             if seal.identity == self.identity and seal.size == _size(data):
@@ -175,7 +177,8 @@ class Environment:
         data = os.path.join(self.directory, _DATA)
         seal = Seal(_size(data), _hash(data), self.identity, packs)
         temporary = os.path.join(self.directory, f".tmp-{os.getpid()}-{_SEAL}")
-        with open(temporary, "wb") as file:
+        _remove(temporary)
+        with open(temporary, "xb") as file:
             file.write(msgspec.json.encode(seal))
         os.replace(temporary, os.path.join(self.directory, _SEAL))
 
@@ -190,7 +193,7 @@ class Environment:
         handle = self._locks.get(name)
         if handle is None:
             path = os.path.join(self.directory, name)
-            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            handle = open_regular(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
             self._locks[name] = handle
         return handle
 
@@ -272,9 +275,13 @@ def _size(path: str) -> int:
         return 0
 
 
+def _opened(path: str) -> BinaryIO:
+    return os.fdopen(open_regular(path, os.O_RDONLY), "rb")
+
+
 def _hash(path: str) -> str:
     state = xxh3_128()
-    with open(path, "rb") as file:
+    with _opened(path) as file:
         while block := file.read(4 << 20):
             state.update(block)
     return state.hexdigest()

@@ -14,17 +14,25 @@ _HINTS = {
     errno.EPERM: "check the owner and the permissions of that path",
     errno.EIO: "the disk or its connection fails: check the system log, and verify the store",
     errno.EMFILE: "too many open files in this process: raise `ulimit -n`",
+    errno.ENXIO: "something else lies in its place: move that away",
+    errno.EISDIR: "something else lies in its place: move that away",
     errno.ENAMETOOLONG: "that path is longer than the file system allows",
 }
 
-DAMAGE = frozenset((errno.EIO, errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.EFBIG))
+DAMAGE = frozenset((errno.EIO, errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.EFBIG, errno.ENXIO))
 """What opening or reading a file that exists says when that one file is bad."""
 
 
 def storage_error(error: OSError, doing: str, path: str) -> StorageError:
-    """The StorageError for `error`, met while `doing` ("read the manifest") something to `path`."""
+    """The StorageError for `error`, met while `doing` ("read the manifest") something to `path`.
+
+    When another file was in the way its path is told too.
+    """
     code = error.errno
     reason = error.strerror or str(error)
+    culprit = error.filename
+    if isinstance(culprit, str) and culprit != path and "/.tmp-" not in culprit:
+        reason = f"{culprit}: {reason}"
     return StorageError(
         f"cannot {doing} {path}: {reason}",
         hint=_HINTS.get(code) if code is not None else None,

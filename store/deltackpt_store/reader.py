@@ -147,8 +147,11 @@ class ChunkReader:
             errors += self._packs.damaged.values()  # any of these may hold what is missing
         newer = next((e for e in errors if isinstance(e, UnsupportedFormatError)), None)
         cause = newer or errors[0]
+        why = cause.message
+        if newer is None and len(errors) > len(lost):
+            why += f"; {errors[len(lost)].message}"
         return (UnsupportedFormatError if newer else CorruptionError)(
-            f"{len(lost)} chunks cannot be read, among them: {cause.message}",
+            f"{len(lost)} chunks cannot be read, among them: {why}",
             kind=newer.kind if newer else "damaged-chunks",
             hint=cause.hint or "restore another step, or verify the store to see what else is hit",
             ids=tuple(failure.id for failure in lost),

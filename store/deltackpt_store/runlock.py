@@ -22,6 +22,7 @@ from collections.abc import Callable
 from typing import Any
 
 from deltackpt_store.errors import ConflictError
+from deltackpt_store.fileio import open_regular
 
 _log = logging.getLogger("deltackpt.writer")
 
@@ -54,7 +55,7 @@ class RunLock:
         path = os.path.join(directory, LOCK_NAME)
         deadline = time.monotonic() + timeout
         while True:
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            fd = open_regular(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
             try:
                 locked = _lock(fd, path)
                 if locked is None or (locked and _is_current(fd, path)):

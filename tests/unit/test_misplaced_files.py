@@ -1,0 +1,194 @@
+"""Prevents: a pipe, socket, device, link or directory where a store's file should be hangs a reader
+or a training, or is written to."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from deltackpt_store import leases
+from deltackpt_store.client import WriterClient
+from deltackpt_store.errors import CorruptionError, DeltackptError, StorageError
+from deltackpt_store.fileio import FileIO
+from deltackpt_store.gc import collect
+from deltackpt_store.generation import newest_number, read_generation
+from deltackpt_store.retention import retire
+from deltackpt_store.store import Store
+from deltackpt_store.verify import verify
+from toy_trainer import CHUNK, SEED, ToyTrainer
+
+pytestmark = pytest.mark.timeout(120)
+
+IO = FileIO()
+STEPS = [1, 2, 3]
+
+
+def plant_socket(path: Path) -> None:
+    here = os.getcwd()
+    os.chdir(path.parent)  # a socket's path must be short
+    try:
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind(path.name)
+    finally:
+        os.chdir(here)
+
+
+def plant_link(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+PLANTS: dict[str, Callable[[Path], None]] = {
+    "pipe": os.mkfifo,
+    "socket": plant_socket,
+    "directory": Path.mkdir,
+    "link to a device": plant_link,
+    "link to nothing": lambda path: path.symlink_to(path.with_name("elsewhere")),
+}
+FILES = {
+    "format": "FORMAT",
+    "commit": "runs/main/*4",
+    "manifest": "manifests/*",
+    "pack": "packs/*/*.pack",
+    "pin": "pins/best",
+    "generation": "gc/0*",
+    "collector's lock": "gc/lock",
+    "lease": "gc/leases/" + "ab" * 8,
+    "hold": "gc/holds/" + "ab" * 8 + "-00000000000000000004-main",
+    "reserve": "gc/reserve",
+    "run lock": "runs/main/.lock",
+    "seal of the index": "cache/index/seal",
+    "index": "cache/index/data.mdb",
+    "lock of the index": "cache/index/users.lock",
+}
+
+
+def client(path: Path) -> WriterClient:
+    return WriterClient(path, "main", seed=SEED, ring_bytes=8 * CHUNK, slot_bytes=4 * CHUNK,
+                        mode="thread")  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store with one file of every kind: steps 0 (retired and collected), 1, 2 and 3."""
+    path = tmp_path_factory.mktemp("made") / "store"
+    writer = client(path)
+    trainer = ToyTrainer(writer)
+    for step in (0, *STEPS):
+        trainer.save_now(step)
+    writer.close(60)
+    store = Store.open(path)
+    retire(store, [store.find("main", 0)])
+    store.pin("best", store.find("main", 2))
+    collect(store)
+    assert newest_number(IO, store.path) > 0
+    return path
+
+
+@pytest.fixture
+def store_path(made: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(made, tmp_path / "store"))
+
+
+def victims(path: Path, kind: str) -> list[Path]:
+    found = sorted(path.glob(FILES[kind])) or [path / FILES[kind]]
+    assert all("*" not in str(one) for one in found)
+    return found
+
+
+def attempt(action: Callable[[], object]) -> DeltackptError | None:
+    try:
+        action()
+    except DeltackptError as error:
+        return error
+    return None
+
+
+def read_all(path: Path) -> None:
+    store = Store.open(path)
+    for commit in store.commits("main"):
+        snapshot = store.snapshot(commit)
+        for extent, ids in snapshot.chunks.items():
+            spec = snapshot.layout.extents[extent]
+            rooms = [memoryview(bytearray(spec.chunk_length(i))) for i in range(len(ids))]
+            pairs = zip((row.tobytes() for row in ids), rooms, strict=True)
+            store.reader(snapshot.packs).read(list(pairs))
+
+
+def save_once(path: Path) -> None:
+    writer = client(path)
+    try:
+        ToyTrainer(writer).save_now(4)
+    finally:
+        writer.close(60)
+
+
+@pytest.mark.parametrize("plant", ["pipe", "link to nothing"])
+@pytest.mark.parametrize("kind", FILES)
+def test_nothing_waits_or_writes_there(store_path: Path, kind: str, plant: str) -> None:
+    for victim in victims(store_path, kind):
+        victim.parent.mkdir(parents=True, exist_ok=True)
+        victim.unlink(missing_ok=True)
+        PLANTS[plant](victim)
+    errors = [
+        attempt(lambda: read_all(store_path)),
+        attempt(lambda: verify(Store.open(store_path))),
+        attempt(lambda: collect(Store.open(store_path), timeout=0)),
+        attempt(lambda: save_once(store_path)),
+        attempt(lambda: collect(Store.open(store_path), timeout=0)),
+    ]
+    assert not (store_path / "elsewhere").exists()
+    assert not victims(store_path, kind)[0].with_name("elsewhere").exists()
+    for error in filter(None, errors):
+        assert isinstance(error, (CorruptionError, StorageError, DeltackptError))
+        told = str(error) + str(error.context)
+        assert "Traceback" not in told
+    if kind in ("seal of the index", "index", "lock of the index", "reserve"):
+        assert errors[0] is errors[1] is errors[3] is None  # disposable
+
+
+@pytest.mark.parametrize("plant", ["pipe", "socket", "directory", "link to a device"])
+def test_errors_name_the_path_and_the_way_out(store_path: Path, plant: str) -> None:
+    store = Store.open(store_path)
+    reads: dict[str, Callable[[Store], object]] = {
+        "format": lambda store: Store.open(store.path),
+        "commit": lambda store: store.read_commit("main", store.numbers("main")[-1]),
+        "manifest": lambda store: store.snapshot(store.find("main", 2)),
+        "pack": lambda store: read_all(Path(store.path)),
+        "pin": lambda store: store.pinned("best"),
+        "generation": lambda store: read_generation(IO, store.path, newest_number(IO, store.path)),
+        "collector's lock": collect,
+        "lease": collect,
+        "hold": collect,
+    }
+    for kind, read in reads.items():
+        moved: list[Path] = []
+        for victim in victims(store_path, kind):
+            victim.parent.mkdir(parents=True, exist_ok=True)
+            moved.append(victim)
+            if victim.exists():
+                victim.rename(store_path.parent / victim.name)
+            PLANTS[plant](victim)
+        with pytest.raises((CorruptionError, StorageError)) as caught:
+            read(store)
+        assert any(str(m.relative_to(store_path)) in str(caught.value) for m in moved), kind
+        word = plant.rsplit(" ", 1)[-1]
+        linked = kind in ("collector's lock", "lease", "hold") and word == "device"
+        assert word in str(caught.value) or linked, str(caught.value)
+        for victim in moved:
+            victim.rmdir() if plant == "directory" else victim.unlink()
+            if (store_path.parent / victim.name).exists():
+                (store_path.parent / victim.name).rename(victim)
+    assert verify(Store.open(store_path)).ok
+
+
+def test_a_writer_does_not_wait_where_its_lease_should_be(
+    store_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    os.makedirs(store_path / "gc/leases", exist_ok=True)
+    os.mkfifo(store_path / "gc/leases" / ("ef" * 8))
+    with pytest.raises(StorageError, match="pipe"):
+        leases.Lease.take(IO, str(store_path), "ef" * 8)
