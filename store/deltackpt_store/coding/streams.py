@@ -32,7 +32,6 @@ from deltackpt_store.coding.symbols import (
     listed_count,
     pack_symbols,
     suits,
-    unpack_codes,
     unpack_symbols,
 )
 from deltackpt_store.errors import CorruptionError
@@ -185,9 +184,10 @@ class Unpacker:
             return self._plain(method, size)
         per_byte = PER_BYTE[method]
         listed = bytes(self.bytes(listed_count(per_byte)))
-        codes = unpack_codes(self._plain(self.byte(), -(-size // per_byte)), per_byte, size)
-        others = int(np.count_nonzero(codes == len(listed)))
-        return unpack_symbols(codes, listed, self._plain(self.byte(), others))
+        codes = self._plain(self.byte(), -(-size // per_byte))
+        values, others = unpack_symbols(codes, per_byte, listed, size)
+        values[others] = self._plain(self.byte(), len(others))
+        return values
 
     def _plain(self, method: int, size: int) -> Bytes:
         if method == RAW:
