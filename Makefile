@@ -11,13 +11,14 @@ PIP := $(PY) -m pip --disable-pip-version-check --no-input
 ARGS ?=
 
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test lint format bench clean
+.PHONY: help venv demo test mutate lint format bench clean
 
 help:
 	@echo "make demo    train a real model, kill it during a save, resume bit for bit"
 	@echo "make test    the test suite (ARGS='tests/unit -k cli' selects)"
 	@echo "make lint    style, types, layers, wheel content"
 	@echo "make bench   stall, bytes and restore time against other checkpointers"
+	@echo "make mutate  remove each guard of the store's promises and see that a test notices"
 	@echo "make format  rewrite the sources in the project's style"
 	@echo "make venv    only the development environment, in $(VENV)"
 	@echo "make clean   remove build output, caches and the environment"
@@ -61,8 +62,11 @@ format: $(DEV)
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
+mutate: $(DEV)
+	$(PY) tools/mutate.py $(ARGS)
+
 bench: $(BENCH)
 	$(PY) tools/bench.py $(ARGS)
 
 clean:
-	rm -rf $(VENV) build dist .bench .demo .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) build dist .bench .demo .mutate .hypothesis .mypy_cache .pytest_cache .ruff_cache

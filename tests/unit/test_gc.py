@@ -800,6 +800,22 @@ def test_a_stalled_writer_cannot_take_a_number_that_was_collected(
     assert store.steps("main") == [1, 3]
 
 
+def test_the_boundary_of_earlier_collections_stays(
+    store: Store, new: Callable[..., Author]
+) -> None:
+    """Guard: else a writer that stalls over two collections takes a number that was collected."""
+    author = new()
+    first = author.save(1, ["a"])
+    author.save(2, ["b"])
+    retire(store, [first])
+    collected(store, author)
+    author.prepare(["never committed"])
+    author.close()
+    report = collect(store)
+    assert report.packs
+    assert read_generation(IO, store.path, report.generation).boundary == {"main": first.number}
+
+
 def test_a_stalled_writer_notices_the_boundary_after_its_commit(
     store: Store, new: Callable[..., Author]
 ) -> None:
