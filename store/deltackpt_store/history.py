@@ -33,6 +33,11 @@ from deltackpt_store.records import Damaged, some_of
 
 _log = logging.getLogger("deltackpt.store")
 
+_WAY_OUT = (
+    "run `deltackpt verify`; restore another step, copy the file back from a copy of the store, or"
+    " run `deltackpt repair`"
+)
+
 
 class Commits(list[Commit]):
     """Commits of one run in numeric order; `damaged` holds those that could not be read."""
@@ -158,7 +163,8 @@ class History(PinFiles):
     def find(self, run: str, step: int | None = None) -> Commit:
         """The commit of `step` (None: the head). The lineage comes first, then abandoned steps.
 
-        NotFoundError tells the nearest steps that exist.
+        NotFoundError tells the nearest steps that exist; CorruptionError (kind ``damaged-commit``)
+        names a damaged commit that may be the step.
         """
         if step is None:
             return self.head(run)
@@ -169,10 +175,26 @@ class History(PinFiles):
         for commit in reversed(everything):
             if commit.step == step:
                 return commit
-        raise NotFoundError(
+        raise self._no_step(run, step, everything)
+
+    def _no_step(self, run: str, step: int, everything: Commits) -> DeltackptError:
+        nearest = _nearest([c.step for c in everything], step)
+        suspects = [d for d in everything.damaged if _may_be(d, step, everything)]
+        if suspects:
+            return CorruptionError(
+                f"step {step} of run {run!r} in {self.path} cannot be found, and may be the"
+                f" damaged commit {suspects[-1].path}: {suspects[-1].error.message}",
+                kind="damaged-commit",
+                hint=f"{_WAY_OUT}; the nearest steps are {nearest}",
+                path=suspects[-1].path,
+                run=run,
+                step=step,
+            )
+        damaged = some_of([d.path for d in everything.damaged])
+        return NotFoundError(
             f"run {run!r} in {self.path} has no step {step}",
             kind="unknown-step",
-            hint=f"the nearest are {_nearest([c.step for c in everything], step)}",
+            hint=f"the nearest are {nearest}" + (f"; damaged: {damaged}" if damaged else ""),
             path=self.path,
             run=run,
             step=step,
@@ -206,13 +228,18 @@ class History(PinFiles):
             return self.find(runs[0], name.step)
         if name.step is not None:
             having: list[Commit] = []
+            damage: CorruptionError | None = None
             for run in runs:
                 try:
                     having.append(self.find(run, name.step))
                 except NotFoundError:
                     continue
+                except CorruptionError as error:
+                    damage = damage or error
             if len(having) == 1:
                 return having[0]
+            if not having and damage is not None:
+                raise damage
             if not having:
                 raise NotFoundError(
                     f"no run in {self.path} has step {name.step}",
@@ -288,11 +315,13 @@ class History(PinFiles):
 
     def _nothing(self, run: str, found: Commits) -> DeltackptError:
         if found.damaged:
+            first = found.damaged[0]
             return CorruptionError(
-                f"no commit of run {run!r} in {self.path} can be read",
+                f"no commit of run {run!r} in {self.path} can be read, the newest because"
+                f" {first.error.message}",
                 kind="damaged-commit",
-                hint=str(found.damaged[0].error),
-                path=self.path,
+                hint=f"{_WAY_OUT}; until then another run name can be saved to",
+                path=first.path,
                 run=run,
             )
         return NotFoundError(
@@ -312,6 +341,21 @@ def _only(numbers: list[int], number: int) -> list[int]:
     """`number` if it is one of the ascending `numbers`."""
     place = bisect_left(numbers, number)
     return numbers[place : place + 1] if numbers[place : place + 1] == [number] else []
+
+
+def _may_be(damaged: Damaged, step: int, commits: Commits) -> bool:
+    """Whether the damaged commit can be that step, as far as its neighbours tell.
+
+    Steps grow from a commit to the one that continues it.
+    """
+    number = parse_number(damaged.path.rsplit("/", 1)[-1])
+    if number is None:
+        return False
+    before = [c for c in commits if c.number < number]
+    later = next((c for c in commits if _within([number], c)), None)
+    if later is not None:
+        before = [c for c in before if _within([c.number], later)]
+    return (before[-1].step if before else -1) < step and (later is None or step < later.step)
 
 
 def _nearest(steps: list[int], step: int) -> str:

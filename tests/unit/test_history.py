@@ -225,8 +225,41 @@ def test_nothing_but_damaged_commits(small: SmallStore) -> None:
     steps_of(small, "main", [1])
     Path(small.path, "runs", "main", number_name(1)).write_bytes(b"")
     for call in (small.store.head, small.store.lineage, small.store.find):
-        with pytest.raises(CorruptionError, match="no commit of run"):
+        with pytest.raises(CorruptionError, match="no commit of run") as caught:
             call("main")
+        assert f"runs/main/{number_name(1)}" in str(caught.value)
+        for way in ("deltackpt verify", "deltackpt repair", "another run name"):
+            assert way in str(caught.value)
+
+
+@pytest.mark.parametrize("bad", [(3,), (1,), (4,), (2, 3), (1, 2), (1, 2, 3)])
+def test_a_damaged_step_that_is_asked_for_is_not_just_missing(
+    small: SmallStore, bad: tuple[int, ...]
+) -> None:
+    """A step whose record is damaged must not read as one that never was."""
+    steps_of(small, "main", [10, 20, 30, 40])
+    steps_of(small, "other", [7])
+    names = [f"runs/main/{number_name(number)}" for number in bad]
+    for name in names:
+        Path(small.path, name).write_bytes(b"torn")
+    store = small.store
+    for number in bad:
+        for find in (lambda s: store.find("main", s), lambda s: store.resolve_name(f"@{s}")):
+            with pytest.raises(CorruptionError) as caught:
+                find(10 * number)
+            assert caught.value.context["path"] in names
+            assert str(caught.value.context["path"]) in str(caught.value)
+            assert "verify" in str(caught.value)
+            assert "repair" in str(caught.value)
+    assert store.resolve_name("@7").run == "other"
+    readable = [step for step in (10, 20, 30, 40) if step // 10 not in bad]
+    for step in readable:
+        assert store.find("main", step).step == step
+    # A step that it cannot have been does not exist; the damage is told nevertheless.
+    wrong = 45 if 4 not in bad else 5
+    with pytest.raises(NotFoundError) as missing:
+        store.find("main", wrong if not (wrong == 5 and 1 in bad) else 45)
+    assert names[0] in str(missing.value)
 
 
 def test_commit_that_disappears_while_listing(small: SmallStore) -> None:

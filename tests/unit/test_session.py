@@ -775,3 +775,18 @@ def test_a_broken_message_ends_the_writer_with_its_reason(start: Start) -> None:
     save = trainer.begin(0)
     with pytest.raises(WriterError, match="undecodable"):
         trainer.client.result(save, 60)
+
+
+def test_a_run_without_a_readable_commit_says_how_to_go_on(start: Start, tmp_path: Path) -> None:
+    # Prevents: all saves refused, and no word on which file it is and what can be done.
+    trainer = start()
+    trainer.save_now(1)
+    trainer.client.close(60)
+    (record,) = files(tmp_path, kind="/runs/main/0")
+    Path(record).write_bytes(b"torn")
+    with pytest.raises(CorruptionError) as caught:
+        start().save_now(2)
+    told = str(caught.value)
+    assert os.path.relpath(record, tmp_path / "store") in told
+    assert all(way in told for way in ("verify", "repair", "another run name"))
+    assert start("other").save_now(2).step == 2
