@@ -95,7 +95,9 @@ class PackSet:
 
     def _scan(self, name: str) -> dict[bytes, list[Location]]:
         records: dict[bytes, list[Location]] = {}
-        if not isinstance(self.damaged[name], UnsupportedFormatError):
+        error = self.damaged[name]
+        gone = isinstance(error, StorageError) and error.errno == errno.ENOENT
+        if not gone and not isinstance(error, UnsupportedFormatError):
             try:
                 for record in scan_records(self.io, self.path(name)):
                     if record.intact:

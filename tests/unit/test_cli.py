@@ -390,6 +390,13 @@ SCHEMAS: dict[str, dict[str, Any]] = {
         "manifests": list, "commits": [{"run": str, "number": int}], "leftovers": list,
         "pack_bytes": int, "pardoned": list, "kept_packs": int, "kept_bytes": int, "writers": int,
     },
+    "repair": {
+        "format": str, "store": str, "dry_run": bool, "ok": bool, "found": int, "copied": int,
+        "mended": [{"kind": str, "name": str, "source": str}], "packs": list, "quarantined": list,
+        "left": [{"kind": str, "name": str, "reason": str}],
+        "lost": [{"run": str, "step": OPTIONAL_INT, "number": int, "whole_step": bool,
+                  "tensors": [{"path": str, "ranges": list}]}],
+    },
     "error": {
         "format": str, "exit_code": int,
         "error": {"type": str, "kind": str, "message": str, "hint": OPTIONAL_STR, "context": dict},
@@ -444,6 +451,28 @@ def test_json_documents_have_exactly_the_promised_fields(
     document = run_json(*wanted)
     check_schema(document, SCHEMAS[command], command)
     assert document["format"] == f"deltackpt.{command}/1"
+
+
+def test_repair_tells_what_it_did_and_what_stays_hit(store: Fixture, tmp_path: Path) -> None:
+    shutil.copytree(store.path, tmp_path / "copy")
+    store.small.close()
+    damage(store.file("packs/*/*-00000001.pack"), 200)
+    plan = run("repair", store.path, "--from", tmp_path / "copy", "--dry-run")
+    assert plan.exit_code == 1
+    assert "can be repaired: chunk" in plan.output
+    document = run_json("repair", store.path, code=12)
+    check_schema(document, SCHEMAS["repair"], "repair")
+    assert document["lost"]
+    assert document["lost"][0]["tensors"][0]["ranges"]
+    lost = {(one["run"], one["step"]) for one in document["lost"]}
+    assert run_json("verify", store.path, code=12)["ok"] is False
+    text = run("repair", store.path).output
+    assert all(f"{name}@{step} has" in text for name, step in lost)
+    document = run_json("repair", store.path, "--from", tmp_path / "copy")
+    check_schema(document, SCHEMAS["repair"], "repair")
+    assert document["mended"]
+    assert run_json("verify", store.path)["ok"]
+    assert "no damage found" in run("repair", store.path).output
 
 
 def test_damage_in_json_documents_follows_the_schema_too(store: Fixture, tmp_path: Path) -> None:
@@ -727,7 +756,7 @@ def test_read_commands_touch_nothing(store: Fixture, tmp_path: Path) -> None:
         for extra in ([], ["--json"]):
             wanted = arguments(command, store, tmp_path)
             wanted[1] = tmp_path / "copy"
-            wanted += ["--dry-run"] if command in ("retain", "gc") else []
+            wanted += ["--dry-run"] if command in ("retain", "gc", "repair") else []
             assert run(*wanted, *extra).exit_code == 0
     assert run("verify", tmp_path / "copy", "--level", "restore").exit_code == 0
     assert listing(tmp_path / "copy") == before

@@ -22,6 +22,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "diff": ("deltackpt_tools.command_diff", "Show what differs between two steps."),
     "blame": ("deltackpt_tools.command_blame", "Show when each part of a tensor last changed."),
     "verify": ("deltackpt_tools.command_verify", "Check stored bytes; list all damage."),
+    "repair": ("deltackpt_tools.command_repair", "Undo damage from other copies."),
     "du": ("deltackpt_tools.command_du", "Show where the bytes are, by run and step."),
     "advise": ("deltackpt_tools.command_advise", "Advise how often to save."),
     "watch": ("deltackpt_tools.command_watch", "Watch the saves of a running training."),
@@ -120,7 +121,7 @@ def _version(context: click.Context, _: click.Parameter, wanted: bool) -> None:
 def cli() -> None:
     """Look into a deltackpt store, check it, bring a step out of it, and keep it small.
 
-    Only pin, unpin, retain and gc change the store; no command needs torch.
+    Only repair, pin, unpin, retain and gc change the store; no command needs torch.
     """
 
 

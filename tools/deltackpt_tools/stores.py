@@ -15,8 +15,13 @@ def open_store(path: str) -> Store:
 
     Damage that the store logs while reading is reported by the commands themselves.
     """
-    logging.getLogger("deltackpt").addHandler(logging.NullHandler())
+    quiet_logs()
     return Store.open(path)
+
+
+def quiet_logs() -> None:
+    """What the library logs is part of what commands report."""
+    logging.getLogger("deltackpt").addHandler(logging.NullHandler())
 
 
 def short(digest: bytes) -> str:
