@@ -1,7 +1,8 @@
 """Writers of small steps whose content is told by words, for tests of collection.
 
 A step of words ``["a", "b"]`` is one tensor of two chunks, each made of its word, so equal words
-are equal chunks wherever they were saved.
+are equal chunks wherever they were saved. ``"a~7"`` differs from ``"a"`` in a few bytes: with a
+codec other than "none" it is coded against that, when the store holds it.
 """
 
 from __future__ import annotations
@@ -39,7 +40,15 @@ CHUNK = 1024
 
 
 def chunk_of(word: str) -> bytes:
-    return blake3(word.encode()).digest(length=CHUNK)
+    base, _, change = word.partition("~")
+    data = bytearray(blake3(base.encode()).digest(length=CHUNK))
+    for place in blake3(change.encode()).digest(length=8) if change else b"":
+        data[4 * place] ^= 255
+    return bytes(data)
+
+
+def id_of(word: str) -> bytes:
+    return blake3(chunk_of(word)).digest()
 
 
 def writer_id(text: str) -> str:
@@ -98,21 +107,27 @@ def everything_in(store: Store, where: object = "") -> set[bytes]:
 class Author:
     """A store writer on its own, as a compaction or a repair uses it."""
 
-    def __init__(self, store: Store, run: str, *, lease: bool = True) -> None:
+    def __init__(self, store: Store, run: str, *, lease: bool = True, codec: str = "none") -> None:
         self.store = Store.open(store.path, io=store.io)
         self.run = run
         self.index = MemoryIndex()
         name = writer_id(f"author {run}")
         held = Lease.take(store.io, store.path, name) if lease else None
         refresh(self.index, store.io, store.path, list_packs(store.io, store.path))
-        self.writer = StoreWriter(self.store, codec="none", index=self.index, lease=held)
+        self.writer = StoreWriter(self.store, codec=codec, index=self.index, lease=held)
         self.parent: Commit | None = None
         self.hints: Sequence[str] = ()
         """Packs to name in manifests instead of the right ones: hints mean nothing."""
 
     def prepare(self, words: Sequence[str]) -> None:
         """Everything of a save but its commit."""
-        puts = [self.writer.put(memoryview(chunk_of(word))) for word in words]
+        puts = [
+            self.writer.put(
+                memoryview(chunk_of(word)),
+                reference=id_of(word.partition("~")[0]) if "~" in word else None,
+            )
+            for word in words
+        ]
         self.writer.flush()
         packs = {name for put in puts for name in self.writer.packs_of(put)}
         ids = np.frombuffer(b"".join(put.id for put in puts), np.uint8).reshape(-1, 32)
@@ -176,7 +191,7 @@ class Session:
         self.ring = Ring.create(4 * 16 * CHUNK, 16 * CHUNK)
         hello = Hello(
             1, store.path.encode(), run, self.SEED, 4, 16 * CHUNK,
-            WriterOptions(codec="none", **options),
+            WriterOptions(**{"codec": "none", **options}),  # pyright: ignore[reportArgumentType]
         )  # fmt: skip
         make_directories(io, f"{store.path}/runs/{run}")
         lease = Lease.take(io, store.path, writer_id(f"session {name or run}"))

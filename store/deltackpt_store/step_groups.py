@@ -1,0 +1,119 @@
+"""What steps consist of, chunk by chunk, in terms of the groups of a catalogue.
+
+A step is a flat array with the group of each of its chunks, in the order of its extents. Steps of
+one base share its *shape*; between shapes, chunks of equally called extents correspond.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deltackpt_store.errors import CorruptionError
+from deltackpt_store.manifest import ID_BYTES, Commit, Layout, Manifest
+from deltackpt_store.mark import Catalogue, Ints
+from deltackpt_store.protocol import extent_keys
+from deltackpt_store.store import Store
+
+
+class Shape:
+    """The places of a layout: one for each chunk of each extent that is not inline, in order."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self.first: dict[int, int] = {}
+        self.size = 0
+        for extent, spec in enumerate(layout.extents):
+            if not spec.inline:
+                self.first[extent] = self.size
+                self.size += spec.chunk_count
+
+    def dtypes(self) -> NDArray[np.str_]:
+        """Name of the dtype at each place."""
+        extents = self.layout.extents
+        names = [extents[extent].dtype for extent in self.first]
+        counts = [extents[extent].chunk_count for extent in self.first]
+        return np.repeat(np.array(names, np.str_), counts)
+
+    def places_in(self, other: Shape) -> Ints:
+        """For each place the corresponding one of `other`, or -1."""
+        if other.layout is self.layout or other.layout == self.layout:
+            return np.arange(self.size)
+        result = np.full(self.size, -1, np.int64)
+        theirs = {key: extent for extent, key in enumerate(extent_keys(other.layout))}
+        for extent, key in enumerate(extent_keys(self.layout)):
+            match = theirs.get(key, -1)
+            if extent in self.first and match in other.first:
+                count = self.layout.extents[extent].chunk_count
+                start = self.first[extent]
+                result[start : start + count] = np.arange(count) + other.first[match]
+        return result
+
+
+class StepGroups(NamedTuple):
+    """One step. `groups` has the group at each place of `shape`, -1 for a chunk that is nowhere."""
+
+    commit: Commit
+    shape: Shape
+    groups: Ints
+
+
+def step_groups(
+    store: Store, catalogue: Catalogue, commits: Iterable[Commit]
+) -> Iterator[StepGroups]:
+    """The given steps, those of one base together. CorruptionError, StorageError.
+
+    Arrays are the caller's to read; steps that are equal may share one.
+    """
+    users: dict[bytes, list[Commit]] = {}
+    for commit in commits:
+        users.setdefault(commit.base or commit.manifest, []).append(commit)
+    for digest, mine in users.items():
+        base = store.manifest(digest)
+        if base.layout is None:
+            raise _damaged(digest, "is named as a base and is none")
+        shape = Shape(base.layout)
+        whole = np.full(shape.size, -1, np.int64)
+        _put(catalogue, base, digest, shape, whole)
+        for commit in mine:
+            groups = whole
+            if commit.manifest != digest:
+                groups = whole.copy()
+                _put(catalogue, store.manifest(commit.manifest), commit.manifest, shape, groups)
+            yield StepGroups(commit, shape, groups)
+
+
+def _put(
+    catalogue: Catalogue, manifest: Manifest, digest: bytes, shape: Shape, groups: Ints
+) -> None:
+    """Write the groups of all chunks that the manifest itself names to their places."""
+    places: list[Ints] = []
+    parts: list[bytes] = []
+    for extent, ids in manifest.chunks.items():
+        start = shape.first.get(extent)
+        if start is None or len(ids) != ID_BYTES * shape.layout.extents[extent].chunk_count:
+            raise _damaged(digest, "does not fit its layout")
+        places.append(np.arange(start, start + len(ids) // ID_BYTES))
+        parts.append(ids)
+    for extent, (positions, ids) in manifest.patches.items():
+        start = shape.first.get(extent)
+        rows = np.frombuffer(positions, "<u4").astype(np.int64)
+        if (
+            start is None
+            or len(ids) != ID_BYTES * len(rows)
+            or (len(rows) and int(rows.max()) >= shape.layout.extents[extent].chunk_count)
+        ):
+            raise _damaged(digest, "has a patch that does not fit its extent")
+        places.append(start + rows)
+        parts.append(ids)
+    if places:
+        table = np.frombuffer(b"".join(parts), np.uint8).reshape(-1, ID_BYTES)
+        groups[np.concatenate(places)] = catalogue.find(table)
+
+
+def _damaged(digest: bytes, what: str) -> CorruptionError:
+    name = f"manifests/{digest.hex()}"
+    return CorruptionError(f"manifest {name} {what}", kind="damaged-manifest", path=name)
