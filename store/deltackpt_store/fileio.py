@@ -123,7 +123,11 @@ class FileIO:
 
     def open(self, path: str) -> int:
         """Open the file at `path`, never waiting. ``OSError`` (see `open_regular`)."""
-        return open_regular(path, os.O_RDONLY)
+        try:
+            return open_regular(path, os.O_RDONLY)
+        except FileNotFoundError:
+            look_afresh(path)  # another machine may have made it a moment ago
+            return open_regular(path, os.O_RDONLY)
 
     def size(self, handle: int) -> int:
         return os.fstat(handle).st_size
@@ -148,6 +152,8 @@ class FileIO:
         return os.listdir(path)
 
     def exists(self, path: str) -> bool:
+        """Whether there is anything at `path` now, also when another machine has just made it."""
+        look_afresh(path)
         try:
             os.stat(path)
         except FileNotFoundError:
@@ -157,6 +163,17 @@ class FileIO:
     def free_bytes(self, path: str) -> int:
         status = os.statvfs(path)
         return status.f_bavail * status.f_frsize
+
+
+def look_afresh(path: str) -> None:
+    """Make the kernel forget what it believes about the name `path`, on a network file system.
+
+    An NFS client answers from memory for up to a minute whether a name exists, unless it learns
+    that the directory has changed; it asks for that whenever a directory is opened.
+    """
+    with contextlib.suppress(OSError):
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+        os.close(os.open(os.path.dirname(path) or ".", flags))
 
 
 def open_regular(path: str, flags: int, mode: int = 0o666) -> int:
@@ -198,6 +215,7 @@ def _open_to_lock(path: str, create: bool) -> int:
 
 def _names(path: str, handle: int) -> bool:
     """Whether `path` still leads to the open file."""
+    look_afresh(path)
     try:
         there = os.stat(path)
     except FileNotFoundError:

@@ -9,6 +9,8 @@ data. Hence the rules here, all about files in one directory:
   the first to open and the last to close are known; ``gate.lock`` serialises opening and closing;
   ``write.lock`` is held while writing, because LMDB's own wait for a stopped writer has no end.
   Locks end with their process; where the file system has none, the environment is not opened.
+- ``lock.mdb``, a mapped table that readers write to, is written out beforehand: storing into a
+  hole of a mapped file kills the process (SIGBUS) when the disk is full.
 - One environment per process and directory, shared by all who open it. After a fork the child may
   not use it, nor release it (that would free the parent's reader slots): it is leaked there.
 
@@ -40,6 +42,9 @@ WAIT_SECONDS = 10.0
 Describe = Callable[[lmdb.Environment], str]
 _SEAL = "seal"
 _DATA = "data.mdb"
+_READERS = "lock.mdb"
+_READERS_BYTES = 128 * 1024
+"""More than the table of 1024 readers takes."""
 
 
 class Seal(msgspec.Struct, frozen=True):
@@ -91,8 +96,9 @@ class Environment:
             seal = self._sealed()
             if seal is None:
                 self._delete()
-            for name in (_SEAL, "lock.mdb"):  # nobody has it open: the reader table is stale
+            for name in (_SEAL, _READERS):  # nobody has it open: the reader table is stale
                 _remove(os.path.join(self.directory, name))
+            _write_out(os.path.join(self.directory, _READERS), _READERS_BYTES)
         else:
             seal = None
         env = lmdb.Environment(
@@ -122,7 +128,7 @@ class Environment:
         return None
 
     def _delete(self) -> None:
-        for name in (_SEAL, _DATA, "lock.mdb"):
+        for name in (_SEAL, _DATA, _READERS):
             _remove(os.path.join(self.directory, name))
 
     # using ---------------------------------------------------------------------------------
@@ -277,6 +283,16 @@ def _size(path: str) -> int:
 
 def _opened(path: str) -> BinaryIO:
     return os.fdopen(open_regular(path, os.O_RDONLY), "rb")
+
+
+def _write_out(path: str, size: int) -> None:
+    """Make a file of `size` zeros that has its space already. OSError (ENOSPC)."""
+    handle = open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    try:
+        if os.pwrite(handle, bytes(size), 0) != size:
+            raise OSError(28, "no space for the table of readers", path)
+    finally:
+        os.close(handle)
 
 
 def _hash(path: str) -> str:

@@ -1,4 +1,4 @@
-"""Where a memory-mapped, locked cache may live: never on a network file system."""
+"""Where a memory-mapped, locked cache may live: never on a network file system, nor on btrfs."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import os
 import re
 import tempfile
 
-_LOCAL = frozenset(
+_MAPPABLE = frozenset(
     [
-        "ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "tmpfs", "ramfs", "overlay",
-        "aufs", "bcachefs", "jfs", "reiserfs", "nilfs2", "vfat", "exfat", "ntfs", "ntfs3",
-        "fuseblk", "fuse.fuse-overlayfs", "ubifs", "rootfs", "apfs", "hfs", "ufs",
+        "ext2", "ext3", "ext4", "xfs", "zfs", "f2fs", "tmpfs", "ramfs", "overlay", "aufs", "jfs",
+        "reiserfs", "vfat", "exfat", "ntfs", "ntfs3", "fuseblk", "fuse.fuse-overlayfs", "ubifs",
+        "rootfs", "apfs", "hfs", "ufs",
     ]
 )  # fmt: skip
 _OCTAL = re.compile(r"\\([0-7]{3})")
@@ -37,13 +37,14 @@ def filesystem_type(path: str, mounts: str = "/proc/self/mountinfo") -> str:
     return found
 
 
-def is_local(path: str) -> bool:
-    """Whether `path` is known to be on a file system of this machine alone.
+def may_map(path: str) -> bool:
+    """Whether memory maps and locks can be relied on where `path` lies.
 
-    Network file systems (NFS, SMB, Lustre, Ceph, 9p, FUSE mounts, ...) and unknown ones are not:
-    memory maps and locks cannot be relied on there.
+    Not on network file systems (NFS, SMB, Lustre, Ceph, 9p, FUSE mounts, ...) and unknown ones.
+    Not on btrfs, bcachefs and nilfs2 either: there a mapped page needs new space whenever it is
+    written to again, and a process that does so on a full disk is killed (SIGBUS).
     """
-    return filesystem_type(path) in _LOCAL
+    return filesystem_type(path) in _MAPPABLE
 
 
 def index_directory(store_path: str, store_uuid: bytes) -> str | None:
@@ -53,14 +54,14 @@ def index_directory(store_path: str, store_uuid: bytes) -> str | None:
     store uuid and path, so that copies of a store do not share an index. None when no local place
     is known. Nothing is created.
     """
-    if is_local(store_path) and os.access(store_path, os.W_OK):
+    if may_map(store_path) and os.access(store_path, os.W_OK):
         return os.path.join(store_path, "cache", "index")
     place = hashlib.blake2b(os.fsencode(os.path.realpath(store_path)), digest_size=8).hexdigest()
     for top in (
         os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"),
         os.path.join(tempfile.gettempdir(), f"deltackpt-{os.getuid()}"),
     ):
-        if os.path.isabs(top) and is_local(_existing_parent(top)):
+        if os.path.isabs(top) and may_map(_existing_parent(top)):
             return os.path.join(top, "deltackpt", f"{store_uuid.hex()}-{place}")
     return None
 

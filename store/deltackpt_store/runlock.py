@@ -22,7 +22,7 @@ from collections.abc import Callable
 from typing import Any
 
 from deltackpt_store.errors import ConflictError
-from deltackpt_store.fileio import open_regular
+from deltackpt_store.fileio import look_afresh, open_regular
 
 _log = logging.getLogger("deltackpt.writer")
 
@@ -103,6 +103,7 @@ def _lock(fd: int, path: str) -> bool | None:
 
 
 def _is_current(fd: int, path: str) -> bool:
+    look_afresh(path)
     try:
         there = os.stat(path)
     except FileNotFoundError:

@@ -488,6 +488,18 @@ def test_file_system_types_are_told(tmp_path: Path, path: str, kind: str) -> Non
     assert localfs.filesystem_type(path, str(tmp_path / "absent")) == "unknown"
 
 
+def test_the_table_of_readers_has_no_holes(tmp_path: Path) -> None:
+    """Storing into a hole of a mapped file on a full disk kills the process: SIGBUS."""
+    environment = lmdb_env.acquire(str(tmp_path / "index"), "x", 1 << 20, lambda _: "")
+    try:
+        with open(tmp_path / "index" / "lock.mdb", "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            assert size >= 1024 * 64
+            assert os.lseek(file.fileno(), 0, os.SEEK_HOLE) == size
+    finally:
+        lmdb_env.release(environment)
+
+
 def test_the_index_never_lies_on_a_network_file_system(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -506,6 +518,8 @@ def test_the_index_never_lies_on_a_network_file_system(
     assert where.startswith(f"{cache}/deltackpt/{UUID.hex()}-")
     copy = localfs.index_directory(str(store) + "2", UUID)
     assert copy != where
+    kinds[str(store)] = "btrfs"
+    assert localfs.index_directory(str(store), UUID) == where
     kinds[str(tmp_path)] = "nfs"
     kinds["/"] = "cifs"
     assert localfs.index_directory(str(store), UUID) is None
