@@ -21,6 +21,8 @@ import stat
 from collections.abc import Sequence
 from typing import Protocol
 
+from deltackpt_store import direct
+
 Buffer = bytes | bytearray | memoryview
 
 _IOV_MAX = 1024
@@ -41,8 +43,36 @@ class FileIO:
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
 
     def write(self, handle: int, buffers: Sequence[Buffer], offset: int) -> int:
-        """Write all `buffers` at `offset`, looping over short writes; return bytes written."""
+        """Write all `buffers` at `offset`, looping over short writes; return bytes written.
+
+        Large ones go past the page cache where the file system allows it.
+        """
         views = [v for v in (memoryview(b).cast("B") for b in buffers) if len(v)]
+        total = 0
+        for run in direct.runs(views, offset):
+            if run.direct and direct.switch(handle, on=True):
+                try:
+                    total += self._write_direct(handle, run.views, run.offset)
+                finally:
+                    direct.switch(handle, on=False)
+            else:
+                total += self._write_all(handle, run.views, run.offset)
+        return total
+
+    def _write_direct(self, handle: int, views: list[memoryview], offset: int) -> int:
+        total = sum(map(len, views))
+        try:
+            return self._write_all(handle, views, offset)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+        # Refused for its alignment, perhaps after a part: `views` holds what is left.
+        direct.switch(handle, on=False)
+        left = sum(map(len, views))
+        return total - left + self._write_all(handle, views, offset + total - left)
+
+    def _write_all(self, handle: int, views: list[memoryview], offset: int) -> int:
+        """Write and use up `views`."""
         total = 0
         while views:
             done = self._pwritev(handle, views[:_IOV_MAX], offset + total)
