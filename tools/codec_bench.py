@@ -38,8 +38,8 @@ from deltackpt_store.coding.elements import (
 )
 from deltackpt_store.coding.planes import Coded, encode_delta, encode_planes
 from deltackpt_store.coding.sparse import encode_sparse
+from deltackpt_store.intake import STREAM_CHUNKS
 from deltackpt_store.pack import RECORD_BYTES
-from deltackpt_store.session import STREAM_CHUNKS
 
 CHUNK = 256 * 1024
 CACHE = Path(__file__).parents[1] / ".bench" / "codec"

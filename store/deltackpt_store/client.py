@@ -12,7 +12,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 from deltackpt_store import protocol
@@ -26,7 +26,7 @@ from deltackpt_store.errors import (
     from_wire,
 )
 from deltackpt_store.fileio import FileIO
-from deltackpt_store.protocol import CommitRef, Committed, Ready, WriterOptions
+from deltackpt_store.protocol import AdamTensors, CommitRef, Committed, Ready, WriterOptions
 from deltackpt_store.ring import DEFAULT_SLOT_BYTES, Ring, SlotPool
 
 _log = logging.getLogger("deltackpt.writer")
@@ -201,10 +201,12 @@ class WriterClient:
         relative_commit: tuple[str, int] | None = None,
         parent: CommitRef | None = None,
         overwrite: bool = False,
+        adam: Sequence[AdamTensors] = (),
     ) -> int:
         """Start a save and return its id (increasing, never reused by this client).
 
         `layout` is the msgpack of a `Layout`; it travels only when it differs from the last one.
+        `adam` tells the writer of optimizer states, which it may then predict (`shadow`).
         `relative` is the id of a save of this client, `relative_commit` a (run, number); without
         both, every chunk must be staged. Raises `StateError` of kind "busy" when `max_in_flight`
         saves are in flight (see :meth:`wait_room`), `WriterError` when the writer died.
@@ -223,7 +225,7 @@ class WriterClient:
             self._connection.post(
                 protocol.Begin(
                     save, step, relative, relative_commit,
-                    None if layout == self._layout else layout, parent, overwrite,
+                    None if layout == self._layout else layout, parent, overwrite, [*adam],
                 )
             )  # fmt: skip
             self._next_save += 1

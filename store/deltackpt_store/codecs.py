@@ -8,6 +8,9 @@ checks it after decoding. Codec ids are part of the format and never reused:
     2  delta   the same of the zig-zag integer difference to one reference  (coding/planes.py)
     3  sparse  positions and differences of the elements that differ from one reference
                (coding/sparse.py)
+    4  cast    nothing: the elements are float32 ones of the references, rounded to 16 bits
+               (coding/cast.py)
+    5  adam    the difference to what optimizer steps make of the references  (coding/adam.py)
 
 What is tried for a chunk that resembles an earlier one is decided in
 :mod:`deltackpt_store.coding_policy`.
@@ -19,6 +22,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from deltackpt_store.coding.adam import decode_adam
+from deltackpt_store.coding.cast import decode_cast
 from deltackpt_store.coding.elements import element_width as element_width
 from deltackpt_store.coding.planes import decode_delta, decode_planes, encode_planes
 from deltackpt_store.coding.sparse import decode_sparse
@@ -30,6 +35,8 @@ RAW = 0
 PLANES = 1
 DELTA = 2
 SPARSE = 3
+CAST = 4
+ADAM = 5
 
 MODES = ("auto", "fast", "small", "none")
 
@@ -152,3 +159,5 @@ register(Codec(RAW, "raw", _decode_raw))
 register(Codec(PLANES, "planes", decode_planes))
 register(Codec(DELTA, "delta", decode_delta))
 register(Codec(SPARSE, "sparse", decode_sparse))
+register(Codec(CAST, "cast", decode_cast))
+register(Codec(ADAM, "adam", decode_adam))

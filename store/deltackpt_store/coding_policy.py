@@ -164,7 +164,7 @@ class CodingPolicy:
 
     def __init__(self, mode: str = "auto") -> None:
         codecs.check_mode(mode)
-        self._mode = mode
+        self.mode = mode
         self._worth = _WORTH[mode]
         self._streams: dict[str, _Stream] = {}
         self._kinds: dict[str, _Kind] = {}
@@ -181,10 +181,10 @@ class CodingPolicy:
 
         Nothing is known or learned of the stream without a name: each chunk is a probe.
         """
-        if self._mode == "none" or self.hurry >= 2 or (size <= _SMALL and not reference):
+        if self.mode == "none" or self.hurry >= 2 or (size <= _SMALL and not reference):
             return RAW_PLAN
         width = element_width(dtype)
-        entropy: Entropy = "lz4" if self._mode == "fast" or self.hurry else "zstd"
+        entropy = self.entropy
         known = self._stream(stream)
         if known.rebase:
             reference = False
@@ -194,7 +194,7 @@ class CodingPolicy:
         self._adopt(known, stream, dtype, candidates)
         unknown = any(candidate not in known.share for candidate in candidates)
         known.since += 1
-        if not self.hurry and (unknown or self._mode == "small" or known.since >= known.every):
+        if not self.hurry and (unknown or self.mode == "small" or known.since >= known.every):
             known.since = 0
             noise = (0,) * len(candidates)
             return Plan(candidates, width, entropy, noise, self._worth, probe=True)
@@ -212,14 +212,29 @@ class CodingPolicy:
                 known.share[candidate] = kind.share[candidate]
                 known.noise[candidate] = kind.noise.get(candidate, 0)
 
+    @property
+    def entropy(self) -> Entropy:
+        """What to compress differences with."""
+        return "lz4" if self.mode == "fast" or self.hurry else "zstd"
+
+    def expected(self, stream: str) -> float:
+        """What a chunk of the tensor takes, per raw byte, of all that its plan may come to.
+
+        0 when nothing is to be encoded.
+        """
+        if self.mode == "none" or self.hurry >= 2:
+            return 0.0
+        share = min(self._stream(stream).share.values(), default=1.0)
+        return min(self._worth, share)
+
     def wants_reference(self, stream: str) -> bool:
         """Whether the next chunk of the tensor may be coded against a reference."""
-        if self._mode == "none" or self.hurry >= 2:
+        if self.mode == "none" or self.hurry >= 2:
             return False
         known = self._stream(stream)
         if known.rebase:
             return False
-        probing = self._mode == "small" or known.since + 1 >= known.every
+        probing = self.mode == "small" or known.since + 1 >= known.every
         probing |= DELTA not in known.share  # also of the stream without a name
         return probing or self._best(known, (PLANES, DELTA, SPARSE)) not in (RAW, PLANES)
 

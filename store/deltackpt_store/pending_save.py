@@ -6,7 +6,6 @@ import time
 
 from deltackpt_store import codecs
 from deltackpt_store.errors import CorruptionError, InvalidInputError
-from deltackpt_store.manifest import ExtentSpec
 from deltackpt_store.protocol import Begin, Finish, extent_keys
 from deltackpt_store.store_writer import Put
 from deltackpt_store.tables import ChunkTable
@@ -29,13 +28,13 @@ class PendingSave:
         self._by_extent: dict[int, dict[int, int]] = {}  # raw bytes by extent and codec
         self._names: list[str] | None = None
 
-    def spec(self, extent: int, chunk: int, length: int) -> ExtentSpec:
-        """The extent of a staged chunk. Raises `InvalidInputError` unless the layout has it."""
+    def check_place(self, extent: int, chunk: int, length: int) -> None:
+        """Raise `InvalidInputError` unless the layout has a chunk of that length there."""
         extents = self.table.layout.extents
         if extent < len(extents):
             spec = extents[extent]
             if chunk < spec.chunk_count and length == spec.chunk_length(chunk):
-                return spec
+                return
         raise InvalidInputError(
             f"staged chunk {chunk} of extent {extent} ({length} bytes) is not one of the layout's",
             kind="protocol",

@@ -80,12 +80,34 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     options: WriterOptions
 
 
+class AdamTensors(msgspec.Struct, frozen=True, array_like=True):
+    """Extents of one parameter under Adam or AdamW, and the numbers of its last step.
+
+    `first` (exp_avg), `second` (exp_avg_sq), `weight` (the float32 weight that the step changes)
+    and `largest` (max_exp_avg_sq) have the same length and order of elements; -1: there is none.
+    `decoupled`: weight decay as AdamW has it. A hint: whatever is wrong costs bytes, not rightness.
+    """
+
+    first: int
+    second: int
+    weight: int
+    largest: int
+    step: float
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    decoupled: bool
+
+
 class Begin(msgspec.Struct, frozen=True, tag="begin"):
     """A save starts. Chunks it does not stage are as in the save or commit it is relative to.
 
     `layout` None means that of the last `Begin` which carried one. At most one of `relative` (a
     save of this session) and `relative_commit` (run, number) is given. `parent` names the commit
-    that training was restored from, in the first save after a restore.
+    that training was restored from, in the first save after a restore. `adam` tells of optimizer
+    states, to predict them by.
     """
 
     save: int
@@ -95,6 +117,7 @@ class Begin(msgspec.Struct, frozen=True, tag="begin"):
     layout: bytes | None = None
     parent: CommitRef | None = None
     overwrite: bool = False
+    adam: list[AdamTensors] = []
 
 
 class Slot(msgspec.Struct, frozen=True, tag="slot"):

@@ -28,6 +28,7 @@ from deltackpt_store.errors import (
     StorageError,
 )
 from deltackpt_store.index import ChunkIndex, MemoryIndex, refresh
+from deltackpt_store.intake import Arrived, Intake
 from deltackpt_store.layout_check import check_layout
 from deltackpt_store.leases import Hold, Lease, hold
 from deltackpt_store.lineage import Lineage
@@ -39,13 +40,10 @@ from deltackpt_store.retention import Retention
 from deltackpt_store.ring import Ring
 from deltackpt_store.runlock import RunLock
 from deltackpt_store.store import Store
-from deltackpt_store.store_writer import Chunk, StoreWriter
+from deltackpt_store.store_writer import StoreWriter
 from deltackpt_store.tables import ChunkTable
 
 _log = logging.getLogger("deltackpt.writer")
-
-STREAM_CHUNKS = 16
-"""Neighbouring chunks of a tensor for which one choice of encoding is learned."""
 
 KEPT_TABLES = 4
 """Chunk tables kept for saves to be relative to: two in flight, the last commit, one spare."""
@@ -79,6 +77,7 @@ class RunWriter:
         )  # fmt: skip
         self._writer.claim = self._claim
         self._writer.heeded = self._heeded
+        self._intake = Intake(self._writer, predict=hello.options.shadow)
         self._lineage = Lineage(store, hello.run)
         self._publisher = Publisher(
             store, hello.run, self._writer, self._lineage, versions=hello.options.versions
@@ -177,6 +176,7 @@ class RunWriter:
             table = ChunkTable(layout) if source is None else source.derive(layout)
             self._active[begin.save] = PendingSave(begin, table)
             self._writer.next_save(sum(spec.nbytes for spec in layout.extents))
+            self._intake.begin(self._active[begin.save], begin)
         except Exception as error:
             self._fail(begin.save, error)
 
@@ -311,10 +311,9 @@ class RunWriter:
 
     def _stage(self, save: PendingSave, message: Slot) -> None:
         data = self._ring.view(message.slot)
-        places: list[tuple[int, int, int]] = []
-        chunks: list[Chunk] = []
+        arrived: list[Arrived] = []
         for extent, chunk, offset, length, expected in protocol.unpack_records(message.records):
-            spec = save.spec(extent, chunk, length)
+            save.check_place(extent, chunk, length)
             if offset + length > len(data):
                 raise InvalidInputError(
                     f"a staged chunk lies at {offset} + {length} of a slot of {len(data)} bytes",
@@ -323,18 +322,15 @@ class RunWriter:
             raw = data[offset : offset + length]
             if xxhash.xxh3_128_digest(raw, self._seed) != expected:
                 raise save.torn(extent, chunk)
-            places.append((extent, chunk, length))
-            # Parts of a large tensor may behave differently: rows of rare and of frequent tokens.
-            stream = f"{chunk // STREAM_CHUNKS}:{save.extent_name(extent)}"
-            chunks.append(Chunk(raw, spec.dtype, stream, save.table.base(extent, chunk)))
-        for place, put in zip(places, self._writer.put_many(chunks), strict=True):
-            save.record(*place, put, self._writer.packs_of(put))
+            arrived.append(Arrived(extent, chunk, raw))
+        self._intake.take(save, arrived)
 
     def _flush(self) -> bool:
         """Make all blobs durable and release their slots; False when the storage refused."""
         began = time.perf_counter()
         try:
             if self._dirty:
+                self._intake.settle()
                 self._writer.flush()
         except Exception as error:
             self._fail_unflushed(error)
@@ -360,6 +356,7 @@ class RunWriter:
         if save is None:
             return
         try:
+            self._intake.settle(complete=True)
             save.check_complete(message)
         except Exception as error:
             self._fail(save.id, error)
@@ -374,6 +371,7 @@ class RunWriter:
             self._fail(save.id, error)
             return
         del self._active[save.id]
+        self._intake.end(save)
         self._keep_table(save.id, save.table)
         self._keep_table((commit.run, commit.number), save.table)
         if not self._behind:
@@ -444,5 +442,6 @@ class RunWriter:
         if not isinstance(error, DeltackptError):
             _log.error("save %d failed", save, exc_info=error)
         self._active.pop(save, None)
+        self._intake.failed(save)
         self._keep_table(save, None)
         self._send(protocol.Failed(save, protocol.wire_error(error)))

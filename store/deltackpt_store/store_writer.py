@@ -18,7 +18,7 @@ from blake3 import blake3
 
 from deltackpt_store import codecs
 from deltackpt_store.coding_policy import MAX_HURRY
-from deltackpt_store.confirm import Confirmer
+from deltackpt_store.confirm import MAX_DEPTH, Confirmer
 from deltackpt_store.encoder import Encoder, Job
 from deltackpt_store.errors import (
     ConflictError,
@@ -45,6 +45,7 @@ from deltackpt_store.names import RETIRED_SUFFIX, check_name, number_name, parse
 from deltackpt_store.oserror import storage_error
 from deltackpt_store.pack import MAX_CHUNK_BYTES, Location, pack_path
 from deltackpt_store.pack_writer import BATCH_BYTES, PackBuilder, PackFile, sync_directory
+from deltackpt_store.recipes import Attempt, Coded, Recipe, Same, attempt
 from deltackpt_store.standing import Standing
 
 PACK_BYTES = 64 * 1024 * 1024
@@ -80,13 +81,16 @@ class Chunk(NamedTuple):
 
     `dtype` guides the encoding. `stream` names the tensor that the chunk is of: what pays is
     learned per name, and tried for each chunk without one. `reference` is the id of a chunk that
-    it resembles.
+    it resembles. The first of `recipes` that holds and pays is used instead of all that; `learned`
+    is told what became of a prediction.
     """
 
     raw: Buffer
     dtype: str = "uint8"
     stream: str = ""
     reference: bytes | None = None
+    recipes: tuple[Recipe, ...] = ()
+    learned: Callable[[Coded], None] | None = None
 
 
 class _Pack(NamedTuple):
@@ -185,9 +189,13 @@ class StoreWriter:
             self._uncommitted = MemoryIndex()
             self._unflushed = {}
         self._durable -= absent
-        for chunk_id, put in list(self._unflushed.items()):
-            if any(self._place(ref) is None for ref in put.refs):
-                del self._unflushed[chunk_id]  # what it is coded against is going
+        while gone := [  # what they are coded against is going
+            chunk_id
+            for chunk_id, put in self._unflushed.items()
+            if any(self._held(ref) is None for ref in put.refs)
+        ]:
+            for chunk_id in gone:
+                del self._unflushed[chunk_id]
         if self.heeded is not None:
             self.heeded()
         return True
@@ -226,8 +234,9 @@ class StoreWriter:
 
         `raw` is written from where it lies: the caller keeps it unchanged until `flush` or `abort`
         returns. A reference serves only when the store holds it without a reference of its own;
-        otherwise, and when nothing is gained by it, the chunk is stored by itself. Durable only
-        after `flush`. Raises StorageError, InvalidInputError, StateError.
+        otherwise, and when nothing is gained by it, the chunk is stored by itself. A recipe may
+        refer to any chunk that the store holds, and to what was put before. Durable only after
+        `flush`. Raises StorageError, InvalidInputError, StateError.
         """
         self._check()
         if not self._heeding:
@@ -241,14 +250,70 @@ class StoreWriter:
             puts.append(put)
             if put is None:
                 fresh.setdefault(chunk_id, i)
+        made = self._by_recipe(chunks, views, fresh)
+        others = {chunk_id: i for chunk_id, i in fresh.items() if chunk_id not in made}
         jobs = [
             Job(views[i], chunks[i].dtype, chunks[i].stream, self._usable(chunks[i].reference))
-            for i in fresh.values()
+            for i in others.values()
         ]
         outcomes = self.encoder.encode(jobs)
-        for (chunk_id, i), outcome in zip(fresh.items(), outcomes, strict=True):
-            puts[i] = self._append(chunk_id, views[i], outcome.best)
+        made.update(zip(others, (outcome.best for outcome in outcomes), strict=True))
+        for chunk_id, i in fresh.items():
+            puts[i] = self._append(chunk_id, views[i], made[chunk_id])
         return [put or self._unflushed[ids[i]] for i, put in enumerate(puts)]
+
+    def _by_recipe(
+        self, chunks: Sequence[Chunk], views: Sequence[memoryview], fresh: Mapping[bytes, int]
+    ) -> dict[bytes, codecs.Encoded]:
+        """Encodings of those chunks of which a recipe holds, by id."""
+        policy = self.encoder.policy
+        made: dict[bytes, codecs.Encoded] = {}
+        work: dict[bytes, Attempt] = {}
+        depths: dict[bytes, int] = {}
+        for chunk_id, i in fresh.items():
+            chunk, raw = chunks[i], views[i]
+            for recipe in chunk.recipes:
+                if isinstance(recipe, Same):
+                    same = recipe.id == chunk_id
+                    if same and self._depth(recipe.encoded.refs, depths) <= MAX_DEPTH:
+                        made[chunk_id] = recipe.encoded
+                elif self._depth(recipe.refs, depths) <= recipe.depth:
+                    limit = policy.expected(chunk.stream) * len(raw)
+                    work[chunk_id] = Attempt(raw, recipe, policy.entropy, limit)
+                if chunk_id in made or chunk_id in work:
+                    break
+        attempts = list(work.values())
+        coded = self.encoder.map(attempt, attempts, sum(len(item.raw) for item in attempts))
+        for chunk_id, result in zip(work, coded, strict=True):
+            if result.encoded is not None:
+                made[chunk_id] = result.encoded
+            learned = chunks[fresh[chunk_id]].learned
+            if learned is not None:
+                learned(result)
+        return made
+
+    def _depth(self, refs: tuple[bytes, ...], known: dict[bytes, int]) -> int:
+        """How deep a record's references go; more than is allowed when one is not there."""
+        deepest = 0
+        for ref in refs:
+            depth = known.get(ref)
+            if depth is None:
+                known[ref] = depth = 2 * MAX_DEPTH  # stays for what goes round in a circle
+                held = self._held(ref)
+                if held is not None:
+                    known[ref] = depth = self._depth(held[1], known)
+            deepest = max(deepest, 1 + depth)
+        return deepest
+
+    def content(self, chunk_id: bytes) -> memoryview | None:
+        """A chunk that the store holds, decoded and not yet proved; None when it cannot be had."""
+        location = self._place(chunk_id)
+        if location is None or self._confirmer.find(chunk_id) is None:
+            return None
+        try:
+            return memoryview(self._confirmer.content(chunk_id, location))
+        except (OSError, DeltackptError):
+            return None
 
     def put_encoded(self, chunk_id: bytes, raw: memoryview, encoded: codecs.Encoded) -> Put:
         """Store a chunk in this form, also when the store holds it already.
@@ -260,6 +325,11 @@ class StoreWriter:
         if not self._heeding:
             self.heed()
         return self._append(chunk_id, raw, encoded)
+
+    @property
+    def encodes(self) -> bool:
+        """Whether chunks are to be stored in fewer bytes than they have."""
+        return self.encoder.policy.mode != "none"
 
     def next_save(self, state_bytes: int = 0) -> None:
         """What is put from here on belongs to another step, for what is learned about tensors.
@@ -324,6 +394,14 @@ class StoreWriter:
     def packs_of(self, put: Put) -> tuple[str, ...]:
         """All packs that it takes to read the chunk, for a put of which no flush has failed."""
         return tuple(sorted({put.pack, *self._packs_of(put.refs)})) if put.refs else (put.pack,)
+
+    def _held(self, chunk_id: bytes) -> tuple[str, tuple[bytes, ...]] | None:
+        """Pack and references of a chunk that is stored or has been put; None when neither."""
+        put = self._unflushed.get(chunk_id)
+        if put is not None:
+            return put.pack, put.refs
+        location = self._place(chunk_id)
+        return None if location is None else (location.pack, location.refs)
 
     def _rely(self, packs: Iterable[str]) -> None:
         for pack in packs:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
+from deltackpt_store import codecs
 from deltackpt_store.confirm import MAX_DEPTH
 from deltackpt_store.index import ChunkIndex, MemoryIndex
 from deltackpt_store.manifest import ID_BYTES, Ids, Layout, Snapshot
@@ -64,9 +65,9 @@ class ChunkTable:
             bases = np.zeros_like(ids)
             bases[plain] = ids[plain]
             for row in np.flatnonzero((found.packs >= 0) & ~plain).tolist():
-                location = footers.get(ids[row].tobytes())
-                if location is not None and len(location.refs) == 1:
-                    bases[row] = np.frombuffer(location.refs[0], np.uint8)
+                base = _base_of(footers, ids[row].tobytes())
+                if base is not None:
+                    bases[row] = np.frombuffer(base, np.uint8)
             table._bases[extent] = bases
             table.chunks[extent], table._where[extent] = ids, where
         table._missing = 0
@@ -263,3 +264,18 @@ def packs_of(index: ChunkIndex, chunk_id: bytes) -> tuple[str, ...]:
             return tuple(sorted(packs))
         needed = deeper
     return ()
+
+
+def _base_of(index: ChunkIndex, chunk_id: bytes) -> bytes | None:
+    """What a chunk that is coded against earlier content of its place goes back to; else None.
+
+    The first reference of every codec but ``cast`` is of the same place.
+    """
+    for _ in range(MAX_DEPTH):
+        location = index.get(chunk_id)
+        if location is None or location.codec == codecs.CAST:
+            return None
+        if not location.refs:
+            return chunk_id
+        chunk_id = location.refs[0]
+    return None

@@ -21,7 +21,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
-from coded import Blob, write_pack
+from coded import Blob, replayed_blobs, rounded_blobs, write_pack
 from deltackpt_store import codecs
 from deltackpt_store.manifest import Commit
 from deltackpt_store.retention import retire
@@ -144,6 +144,7 @@ def codecs_run(golden: Golden) -> None:
         skewed[::few] = rng.integers(0, 256, len(skewed[::few]), np.uint8)
         blobs.append(Blob(codecs.PLANES, skewed.tobytes()))
     blobs.append(Blob(codecs.PLANES, (rng.bytes(90) * 9)[:602], 1, "lz4"))
+    blobs += [*rounded_blobs(257), *replayed_blobs(129, 1)]
     assert {blob.codec for blob in blobs} == {codec.id for codec in codecs.registered()}
     write_pack(Store.open(golden.path), blobs, "c0dec0dec0dec0de")
     for i, blob in enumerate(blobs):

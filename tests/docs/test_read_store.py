@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from captured import bits
-from coded import Blob, encode, write_pack
+from coded import Blob, encode, replayed_blobs, rounded_blobs, write_pack
 from deltackpt_store import codecs
 from deltackpt_store.coding import streams
 from deltackpt_store.merkle import root
@@ -190,7 +190,7 @@ def coded_blobs() -> list[Blob]:
                     near[2] ^= 1
                     if reference is longer:
                         blobs.append(Blob(codecs.SPARSE, bytes(near), width, entropy, reference))
-    return blobs
+    return [*blobs, *rounded_blobs(600), *replayed_blobs(301, 3)]
 
 
 def test_every_codec(tmp_path: Path) -> None:
@@ -246,4 +246,5 @@ def test_command_line_without_the_product(tmp_path: Path) -> None:
     assert data.stdout == weights.numpy().tobytes()
     newest = subprocess.run([*command, "main", "w"], capture_output=True, check=True)
     assert newest.stdout == (weights + 1).numpy().tobytes()
-    assert len(TOOL.read_text().splitlines()) < 200
+    for tool in (TOOL, TOOL.with_name("read_codecs.py")):
+        assert len(tool.read_text().splitlines()) < 200

@@ -1,0 +1,174 @@
+"""From staged chunks to stored ones: in which order, and with which recipes.
+
+Chunks of one save arrive in any order, in slots. Some help to store others: ``exp_avg`` predicts
+the other tensors of its parameter, float32 weights give their rounding to 16 bits. A chunk that
+arrives before what it follows from is put aside, in its slot of the ring, until that has come or
+the slots are to be released; it is then stored like any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
+
+from deltackpt_store.derived import Derived
+from deltackpt_store.pending_save import PendingSave
+from deltackpt_store.prediction import Moved, Predictor
+from deltackpt_store.protocol import Begin
+from deltackpt_store.recipes import Recipe
+from deltackpt_store.store_writer import Chunk, Put, StoreWriter
+
+STREAM_CHUNKS = 16
+"""Neighbouring chunks of a tensor for which one choice of encoding is learned."""
+
+
+class Arrived(NamedTuple):
+    """A staged chunk whose change hash holds. `raw` stays as it is until the slots are released."""
+
+    extent: int
+    chunk: int
+    raw: memoryview
+
+
+class Intake:
+    """Puts the chunks of saves into the store. Used by one thread.
+
+    Recipes are for the save begun last; chunks of an earlier one that is still open go without.
+    """
+
+    def __init__(self, writer: StoreWriter, *, predict: bool) -> None:
+        self._writer = writer
+        self._derived = Derived()
+        self._predictor = Predictor()
+        self._predict = predict
+        self._recipes = writer.encodes
+        self._save: PendingSave | None = None
+        self._aside: list[Arrived] = []
+
+    def begin(self, save: PendingSave, begin: Begin) -> None:
+        """A save starts."""
+        if not self._recipes:
+            return
+        self.settle()
+        self._save = save
+        layout = save.table.layout
+        self._derived.begin(layout)
+        if self._predict:
+            self._predictor.budget = sum(spec.nbytes for spec in layout.extents)
+            self._predictor.begin(layout, begin.adam)
+
+    def take(self, save: PendingSave, arrived: Sequence[Arrived]) -> None:
+        """Put chunks, or put them aside. Raises what `StoreWriter.put_many` does."""
+        if save is not self._save:
+            self._put(save, arrived, plain=True)
+            return
+        waiting, self._aside = [*self._aside, *arrived], []
+        firsts = [one for one in waiting if self._predictor.is_first(one.extent)]
+        if firsts:
+            waiting = [one for one in waiting if not self._predictor.is_first(one.extent)]
+            self._put(save, firsts)
+        ready = [one for one in waiting if not self._waits(one)]
+        waiting = [one for one in waiting if self._waits(one)]
+        self._put(save, ready)
+        # What has just been put may be what the others wait for.
+        self._put(save, [one for one in waiting if not self._waits(one)])
+        self._aside = [one for one in waiting if self._waits(one)]
+
+    def settle(self, *, complete: bool = False) -> None:
+        """Put what is aside: the slots are about to be released, or the save is `complete`.
+
+        Then, what has not arrived is known to be as it was.
+        """
+        save, waiting = self._save, self._aside
+        if save is None or not waiting:
+            return
+        self._aside = []
+        if not complete:
+            self._put(save, waiting)
+            return
+        moved = [self._predictor.unchanged(one.extent, one.chunk) for one in waiting]
+        self._move([move for move in moved if move is not None])
+        others = [one for one in waiting if not self._derived.missing(one.extent, one.chunk)]
+        self._put(save, others)
+        halves = [one for one in waiting if one not in others]
+        for one in halves:
+            self._fetch(save, one)
+        self._put(save, halves)
+
+    def end(self, save: PendingSave) -> None:
+        """The save has been committed."""
+        if save is self._save:
+            self._predictor.end()
+            self._save = None
+
+    def failed(self, save: int) -> None:
+        """The save has failed, and its blobs may be lost: what was built upon them is forgotten."""
+        self._predictor.forget()
+        if self._save is not None and self._save.id == save:
+            self._aside.clear()
+            self._save = None
+
+    def _waits(self, one: Arrived) -> bool:
+        place = one.extent, one.chunk
+        return self._predictor.waits(*place) or bool(self._derived.missing(*place))
+
+    def _fetch(self, save: PendingSave, one: Arrived) -> None:
+        """Read float32 chunks that are as they were in the save before."""
+        for extent, chunk in self._derived.missing(one.extent, one.chunk):
+            chunk_id = save.table.id(extent, chunk)
+            raw = None if chunk_id is None else self._writer.content(chunk_id)
+            if raw is None or chunk_id is None:
+                return
+            self._derived.feed(chunk, chunk_id, self._derived.round(extent, chunk, raw))
+
+    def _put(self, save: PendingSave, arrived: Sequence[Arrived], *, plain: bool = False) -> None:
+        if not arrived:
+            return
+        chunks = [self._chunk(save, one, plain=plain) for one in arrived]
+        puts = self._writer.put_many(chunks)
+        for one, chunk, put in zip(arrived, chunks, puts, strict=True):
+            save.record(one.extent, one.chunk, len(one.raw), put, self._writer.packs_of(put))
+            if chunk.recipes and chunk.learned is None:
+                self._derived.learned(one.extent, put.id, chunk.recipes)
+        if not plain and self._recipes:
+            self._follow(arrived, puts)
+
+    def _chunk(self, save: PendingSave, one: Arrived, *, plain: bool) -> Chunk:
+        extent, chunk, raw = one
+        spec = save.table.layout.extents[extent]
+        # Parts of a large tensor may behave differently: rows of rare and of frequent tokens.
+        stream = f"{chunk // STREAM_CHUNKS}:{save.extent_name(extent)}"
+        made = Chunk(raw, spec.dtype, stream, save.table.base(extent, chunk))
+        if plain or not self._recipes:
+            return made
+        same: tuple[Recipe, ...] = self._derived.recipes(extent, chunk, raw)
+        if same:
+            return made._replace(recipes=same)
+        near = self._predictor.recipes(extent, chunk)
+        if near:
+            return made._replace(recipes=near, learned=partial(self._predictor.learned, extent))
+        return made
+
+    def _follow(self, arrived: Sequence[Arrived], puts: Sequence[Put]) -> None:
+        """Let what has been put help with what is to come."""
+        moved: list[Moved] = []
+        rounded: list[tuple[Arrived, Put]] = []
+        for one, put in zip(arrived, puts, strict=True):
+            self._derived.sample(*one)
+            if self._derived.feeds(one.extent):
+                rounded.append((one, put))
+            move = self._predictor.put(one.extent, one.chunk, put.id, one.raw)
+            if move is not None:
+                moved.append(move)
+        self._move(moved)
+        pieces = self._writer.encoder.map(
+            lambda item: self._derived.round(*item[0]),
+            rounded,
+            sum(len(one.raw) for one, _ in rounded),
+        )
+        for (one, put), of_one in zip(rounded, pieces, strict=True):
+            self._derived.feed(one.chunk, put.id, of_one)
+
+    def _move(self, moved: Sequence[Moved]) -> None:
+        self._writer.encoder.map(lambda one: one.work(), moved, sum(one.nbytes for one in moved))
