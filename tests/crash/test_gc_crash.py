@@ -221,7 +221,9 @@ def test_what_a_killed_process_left_unsynced_is_made_durable_before_deletions(
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("persistent", [False, True], ids=["once", "for-good"])
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.ESTALE])
-def test_every_call_of_retention_and_collection_may_fail(number: int, persistent: bool) -> None:
+def test_every_call_of_retention_and_collection_may_fail(
+    number: int, persistent: bool, figure: Figure
+) -> None:
     failures = 0
     base = Kept()
     author = Author(base.store, "main")
@@ -247,6 +249,7 @@ def test_every_call_of_retention_and_collection_may_fail(number: int, persistent
     else:
         pytest.fail("retention and collection take more calls than this test has looked at")
     assert failures > 30
+    figure("failing calls survived", failures)
 
 
 # real processes ---------------------------------------------------------------------------------
@@ -289,7 +292,7 @@ def collector(tmp_path: Path) -> Iterator[Callable[[], subprocess.Popen[str]]]:
 
 # case 109
 def test_killed_collections_beside_a_real_writer(
-    tmp_path: Path, collector: Callable[[], subprocess.Popen[str]]
+    tmp_path: Path, collector: Callable[[], subprocess.Popen[str]], figure: Figure
 ) -> None:
     """A collecting process is killed again and again while a writer process saves every step."""
     path = str(tmp_path / "store")
@@ -297,6 +300,7 @@ def test_killed_collections_beside_a_real_writer(
         path, "main", seed=SEED, ring_bytes=64 * 4 * CHUNK, slot_bytes=4 * CHUNK,
         options=WriterOptions(keep=Keep(last=2)),
     )  # fmt: skip
+    client.ready(60)  # the store exists now
     trainer = ToyTrainer(client)
     mixture = random.Random(5)
     step = 0
@@ -312,6 +316,7 @@ def test_killed_collections_beside_a_real_writer(
         process.send_signal(signal.SIGKILL)
         process.wait()
         assert check_run(path)[-1] == step - 1
+    figure("kills survived, at random times", 25)
     client.close(60)
     collect(Store.open(path))
     assert check_run(path) == [step - 2, step - 1]
@@ -322,7 +327,7 @@ def test_killed_collections_beside_a_real_writer(
 
 # case 130
 def test_a_killed_writer_and_the_next_one_at_once(
-    tmp_path: Path, collector: Callable[[], subprocess.Popen[str]]
+    tmp_path: Path, collector: Callable[[], subprocess.Popen[str]], figure: Figure
 ) -> None:
     """Writers are killed while collections run; the next one starts without a manual unlock."""
     path = str(tmp_path / "store")
@@ -348,6 +353,7 @@ def test_a_killed_writer_and_the_next_one_at_once(
         os.kill(client.writer_pid, signal.SIGKILL)
         client.close(60)
         assert check_run(path)[-1] >= durable, round_
+    figure("kills survived, at random times", 8)
     assert collector_when_there is not None
     assert collector_when_there.poll() is None, "the collection failed"
 

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,9 @@ KILLS = int(os.environ.get("DELTACKPT_KILLS", "60"))
 
 
 @pytest.mark.timeout(600)
-def test_a_run_that_is_killed_all_the_time_ends_like_one_that_is_not(tmp_path: Path) -> None:
+def test_a_run_that_is_killed_all_the_time_ends_like_one_that_is_not(
+    tmp_path: Path, figure: Callable[[str, int], None]
+) -> None:
     """Prevents: a kill that leaves nothing to resume from, or a resume that is not exact."""
     # case 66
     path, steps = tmp_path / "store", 5 * KILLS
@@ -31,6 +34,7 @@ def test_a_run_that_is_killed_all_the_time_ends_like_one_that_is_not(tmp_path: P
     story = json.loads(done.stdout)
     assert sum(story["killed"].values()) >= KILLS * 3 // 4
     assert min(story["killed"].values()) > 0
+    figure("kills survived, at random times", sum(story["killed"].values()))
     assert story["steps"] == {"main": steps - 1, "reference": steps - 1}
     assert story["roots"]["main"] == story["roots"]["reference"]  # bit for bit, RNG included
     assert story["losses"]["main"] == story["losses"]["reference"]

@@ -27,6 +27,7 @@ from toy_trainer import CHUNK, SEED, ToyTrainer, check_run, read_arrays, state_a
 SCRIPT = Path(__file__).parents[1] / "support" / "toy_trainer.py"
 ROUNDS = 50
 OPTIONS = WriterOptions(lock_timeout=60)
+Figure = Callable[[str, int], None]
 
 
 def ended(pid: int, timeout: float = 60) -> bool:
@@ -81,7 +82,7 @@ class Killer:
         return counted
 
 
-def test_writer_killed_at_random_protocol_points(tmp_path: Path) -> None:
+def test_writer_killed_at_random_protocol_points(tmp_path: Path, figure: Figure) -> None:
     # case 66, case 130, case 88
     chance = random.Random(20)
     path = str(tmp_path / "store")
@@ -120,6 +121,7 @@ def test_writer_killed_at_random_protocol_points(tmp_path: Path) -> None:
         for outcome in outcomes:
             assert isinstance(outcome, (Committed, WriterError)), outcome
     assert died >= ROUNDS // 2
+    figure("kills survived, at random times", died)
     steps = check_run(path)
     assert steps[-1] >= (acknowledged or 0)
 
@@ -195,7 +197,9 @@ def job() -> Iterator[Callable[..., Job]]:
         each.process.communicate()
 
 
-def test_trainer_killed_at_random_moments(tmp_path: Path, job: Callable[..., Job]) -> None:
+def test_trainer_killed_at_random_moments(
+    tmp_path: Path, job: Callable[..., Job], figure: Figure
+) -> None:
     # case 66, case 61, case 130
     chance = random.Random(21)
     path = str(tmp_path / "store")
@@ -213,9 +217,12 @@ def test_trainer_killed_at_random_moments(tmp_path: Path, job: Callable[..., Job
         known = max([known, *trainer.acknowledged])
         assert (-1 if head is None else head) >= known
     assert check_run(path)[-1] >= known
+    figure("kills survived, at random times", ROUNDS)
 
 
-def test_both_killed_at_random_moments(tmp_path: Path, job: Callable[..., Job]) -> None:
+def test_both_killed_at_random_moments(
+    tmp_path: Path, job: Callable[..., Job], figure: Figure
+) -> None:
     # case 66
     chance = random.Random(22)
     path = str(tmp_path / "store")
@@ -241,6 +248,7 @@ def test_both_killed_at_random_moments(tmp_path: Path, job: Callable[..., Job]) 
         known = max([known, *trainer.acknowledged])
         assert (-1 if head is None else head) >= known
     assert check_run(path)[-1] >= known
+    figure("kills survived, at random times", ROUNDS)
 
 
 def test_what_was_handed_over_is_committed_without_the_trainer(
@@ -291,7 +299,9 @@ def test_a_child_that_outlives_the_trainer_does_not_keep_the_writer(
         os.kill(child, signal.SIGKILL)
 
 
-def test_thread_mode_killed_at_random_moments(tmp_path: Path, job: Callable[..., Job]) -> None:
+def test_thread_mode_killed_at_random_moments(
+    tmp_path: Path, job: Callable[..., Job], figure: Figure
+) -> None:
     # case 66, for writer="thread": trainer and writer die together
     chance = random.Random(23)
     path = str(tmp_path / "store")
@@ -307,6 +317,7 @@ def test_thread_mode_killed_at_random_moments(tmp_path: Path, job: Callable[...,
         known = max([known, *trainer.acknowledged])
         assert (-1 if head is None else head) >= known
     assert check_run(path)[-1] >= known
+    figure("kills survived, at random times", 8)
 
 
 def test_a_stopped_writer_is_an_error_in_bounded_time(tmp_path: Path) -> None:

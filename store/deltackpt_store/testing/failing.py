@@ -17,7 +17,7 @@ CALLS = (
 """Names of all operations of a file layer."""
 
 
-class _Intercepting(FileIO):
+class Intercepting(FileIO):
     """Runs `before(name)` ahead of every operation of the layer it wraps."""
 
     def __init__(self, inner: FileIO | None = None) -> None:
@@ -101,7 +101,7 @@ class _Intercepting(FileIO):
         return self._inner.free_bytes(path)
 
 
-class FailingIO(_Intercepting):
+class FailingIO(Intercepting):
     """Raises ``OSError(number)`` at call `fail_at` (counted from 1 over `calls`).
 
     `persistent` keeps failing from then on, as a full disk does; otherwise once. `count` tells
@@ -149,7 +149,7 @@ class ShortIO(FileIO):
         return os.pwrite(handle, memoryview(views[0])[: self._limit], offset)
 
 
-class SlowIO(_Intercepting):
+class SlowIO(Intercepting):
     """Waits `seconds` before each of `calls`; `gate`, when given, must be set to go on at all."""
 
     def __init__(

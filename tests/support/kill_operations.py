@@ -1,0 +1,177 @@
+"""SIGKILL at the n-th file call of what works on a store, for every n.
+
+    python kill_operations.py DIRECTORY STRIDE
+
+Each operation runs in forked children over copies of one store. After each kill, with no repair:
+what was acknowledged is there, all that is listed is whole, the next save and the next collection
+work and leave nothing behind. Prints one JSON object: kills by operation.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import sys
+from collections.abc import Callable
+
+from authors import Author, Session, check_everything, everything_in
+from deltackpt_store.errors import NotFoundError
+from deltackpt_store.fileio import TEMPORARY_PREFIX, FileIO
+from deltackpt_store.gc import collect
+from deltackpt_store.io_thread import IoThread
+from deltackpt_store.mark import mark
+from deltackpt_store.retention import Keep, apply, retire
+from deltackpt_store.roots import read_roots
+from deltackpt_store.store import Store
+from deltackpt_store.testing.killing import Operation, Tell, killed_at
+
+
+def prepare(path: str) -> set[bytes]:
+    """A store with garbage, retired steps, a pin and a second run; commits that must stay."""
+    store = Store.create(path, io=Unsynced())
+    author = Author(store, "main")
+    commits = [author.save(step, ["kept", f"{step}", f"{step // 2}"]) for step in range(6)]
+    author.prepare(["never committed"])
+    author.close()
+    other = Author(store, "other")
+    mine = other.save(1, ["kept", "mine"])
+    other.close()
+    store.pin("good", commits[1])
+    retire(store, commits[:3])
+    return {commit.digest for commit in (commits[1], *commits[3:], mine)}
+
+
+class Unsynced(FileIO):
+    """Real files, for a store that no power cut will meet."""
+
+    def sync(self, handle: int) -> None:
+        pass
+
+    def sync_directory(self, path: str) -> None:
+        pass
+
+
+# operations -------------------------------------------------------------------------------------
+
+
+def create(path: str) -> Operation:
+    def operation(io: FileIO, tell: Tell) -> None:
+        shutil.rmtree(path)
+        Store.create(path, io=io)
+
+    return operation
+
+
+def save(path: str) -> Operation:
+    def operation(io: FileIO, tell: Tell) -> None:
+        author = Author(Store.open(path, io=io), "second other")
+        author.run = "other"
+        for step in (2, 3):
+            tell(author.save(step, ["kept", f"fresh {step}"]).digest)
+        author.close()
+
+    return operation
+
+
+def session(path: str) -> Operation:
+    """A training with retention."""
+
+    def operation(io: FileIO, tell: Tell) -> None:
+        run = Session(Store.open(path, io=io), "main", io, keep=Keep(last=2))
+        for step in (10, 11):
+            report = run.save(step, ["kept", f"{step}"], relative=step - 10 or None)
+            assert report is not None
+            tell(report.digest)
+        run.close()
+
+    return operation
+
+
+def retention(path: str) -> Operation:
+    def operation(io: FileIO, tell: Tell) -> None:
+        apply(Store.open(path, io=io), "main", Keep(last=1))
+
+    return operation
+
+
+def collection(path: str) -> Operation:
+    def operation(io: FileIO, tell: Tell) -> None:
+        collect(Store.open(path, io=io))
+
+    return operation
+
+
+OPERATIONS: dict[str, Callable[[str], Operation]] = {
+    "create": create, "save": save, "session": session, "retention": retention,
+    "collection": collection,
+}  # fmt: skip
+LETS_GO = {"session": 2, "retention": 1}
+"""Operations that may take older steps off the list of main, and how many they leave."""
+
+
+# checking ---------------------------------------------------------------------------------------
+
+
+def check(path: str, name: str, must: set[bytes], told: list[bytes], where: str) -> None:
+    try:
+        store = Store.open(path, io=Unsynced())
+    except NotFoundError:
+        assert name == "create", where
+        Store.create(path, io=Unsynced())
+        return
+    if name == "create":
+        return
+    found = everything_in(store, where)
+    if name in LETS_GO:
+        newest = [commit.digest for commit in store.commits("main")[-LETS_GO[name] :]]
+        assert len(newest) == LETS_GO[name], where
+        must = {digest for digest in must if digest in newest}
+        told = told[-LETS_GO[name] :]
+    assert must | set(told) <= found, f"{where}: {len((must | set(told)) - found)} steps are gone"
+    check_goes_on(store, where)
+
+
+def check_goes_on(store: Store, where: str) -> None:
+    run = Session(store, "main", Unsynced(), name="next")
+    report = run.save(1000, ["kept", "garbage", "next"])
+    assert report is not None, where
+    run.close()
+    collect(store)
+    check_everything(store, [report], where)
+    marking = mark(store, read_roots(store))
+    assert marking.keeping() == set(marking.catalogue.names), where
+    left = [name for _, _, names in os.walk(store.path) for name in names
+            if name.startswith(TEMPORARY_PREFIX)]  # fmt: skip
+    assert not left, (where, left)
+
+
+def campaign(directory: str, name: str, stride: int) -> int:
+    """Kill the operation at every `stride`-th call until it comes to its end; the kills."""
+    original, path = f"{directory}/original", f"{directory}/store"
+    for kills, kill_at in enumerate(range(1, 10_000, stride)):
+        shutil.rmtree(path, ignore_errors=True)
+        shutil.copytree(original, path)
+        death = killed_at(OPERATIONS[name](path), kill_at)
+        check(path, name, MUST, death.told, f"{name}, killed at call {kill_at}")
+        if not death.killed:
+            return kills
+    raise AssertionError(f"{name} takes more calls than were looked at")
+
+
+MUST: set[bytes] = set()
+
+
+def main() -> int:
+    directory, stride = sys.argv[1], int(sys.argv[2])
+    logging.disable(logging.CRITICAL)
+    IoThread._start = lambda self: False  # type: ignore[method-assign] # forks without threads
+    MUST.update(prepare(f"{directory}/original"))
+    kills = {name: campaign(directory, name, stride) for name in OPERATIONS}
+    print(json.dumps(kills))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
