@@ -324,6 +324,10 @@ SCHEMAS: dict[str, dict[str, Any]] = {
             "run": str, "step": OPTIONAL_INT, "number": int, "whole_step": bool,
             "tensors": [str]}]}],
         "notes": [{"kind": str, "name": str, "pack": OPTIONAL_STR, "reason": str}],
+        "coverage": ({
+            "packs": int, "total_bytes": int, "checked_packs": int, "checked_bytes": int,
+            "ever_bytes": int, "window": NUMBER, "window_bytes": int, "oldest": OPTIONAL_NUMBER,
+            "never_packs": int, "remembered": OPTIONAL_STR, "problem": str}, None),
     },
     "du": {
         "format": str, "store": str, "total_bytes": int, "files": dict, "referenced_bytes": int,
@@ -390,6 +394,15 @@ SCHEMAS: dict[str, dict[str, Any]] = {
         "manifests": list, "commits": [{"run": str, "number": int}], "leftovers": list,
         "pack_bytes": int, "pardoned": list, "kept_packs": int, "kept_bytes": int, "writers": int,
     },
+    "compact": {
+        "format": str, "store": str, "dry_run": bool, "nothing": bool,
+        "bases": [{"run": str, "step": int, "number": int, "packs_before": int,
+                   "bytes_before": int, "packs_after": OPTIONAL_INT, "bytes_after": OPTIONAL_INT}],
+        "not_due": list, "chunks_own": int, "chunks_recoded": int, "chunks_copied": int,
+        "read_bytes": int, "written_bytes": int, "packs_before": int, "bytes_before": int,
+        "packs_after": OPTIONAL_INT, "bytes_after": OPTIONAL_INT, "removed": list,
+        "lighter_steps": int, "seconds": float,
+    },
     "repair": {
         "format": str, "store": str, "dry_run": bool, "ok": bool, "found": int, "copied": int,
         "mended": [{"kind": str, "name": str, "source": str}], "packs": list, "quarantined": list,
@@ -432,7 +445,7 @@ def fields(schema: Any) -> set[str]:
 def arguments(command: str, store: Fixture, tmp_path: Path) -> list[str | Path]:
     if command == "export":
         return ["export", store.path, "main@20", tmp_path / "out.safetensors", "--force"]
-    if command == "gc":
+    if command in ("gc", "compact"):
         store.small.close()  # else it would wait for this writer
     more: dict[str, list[str]] = {
         "show": ["main@20"], "diff": ["main@10", "fork@11"], "blame": ["model/w", "main@20"],
@@ -451,6 +464,19 @@ def test_json_documents_have_exactly_the_promised_fields(
     document = run_json(*wanted)
     check_schema(document, SCHEMAS[command], command)
     assert document["format"] == f"deltackpt.{command}/1"
+
+
+def test_verify_within_a_budget(store: Fixture) -> None:
+    text = run("verify", store.path, "--budget", "1B").output
+    assert "read 1 pack (" in text
+    assert "% of bytes checked in the last 7 days; oldest check 20" in text
+    document = run_json("verify", store.path, "--budget", "1h", "--within", "2h")
+    check_schema(document, SCHEMAS["verify"], "verify")
+    assert document["coverage"]["window"] == 7200
+    assert document["coverage"]["window_bytes"] == document["coverage"]["total_bytes"]
+    for wrong in ("soon", "10 apples", "-3s", ""):
+        assert run("verify", store.path, "--budget", wrong).exit_code == 2
+    assert run("verify", store.path, "--budget", "1s", "--level", "restore").exit_code == 2
 
 
 def test_repair_tells_what_it_did_and_what_stays_hit(store: Fixture, tmp_path: Path) -> None:
@@ -756,7 +782,7 @@ def test_read_commands_touch_nothing(store: Fixture, tmp_path: Path) -> None:
         for extra in ([], ["--json"]):
             wanted = arguments(command, store, tmp_path)
             wanted[1] = tmp_path / "copy"
-            wanted += ["--dry-run"] if command in ("retain", "gc", "repair") else []
+            wanted += ["--dry-run"] if command in ("retain", "gc", "repair", "compact") else []
             assert run(*wanted, *extra).exit_code == 0
     assert run("verify", tmp_path / "copy", "--level", "restore").exit_code == 0
     assert listing(tmp_path / "copy") == before
