@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 
 from deltackpt_store import values_decode
+from deltackpt_store.budgeted import WINDOW, Budget, Coverage, scrub_within
 from deltackpt_store.errors import (
     CorruptionError,
     DeltackptError,
@@ -75,6 +76,8 @@ class VerifyReport(msgspec.Struct, frozen=True, kw_only=True):
     bytes: int
     findings: tuple[Finding, ...]
     notes: tuple[Finding, ...] = ()
+    coverage: Coverage | None = None
+    """With a budget: how much was read, and how much is known to be whole."""
 
     @property
     def ok(self) -> bool:
@@ -94,6 +97,8 @@ def verify(
     run: str | None = None,
     progress: Progress | None = None,
     threads: int | None = None,
+    budget: Budget | None = None,
+    window: float = WINDOW,
 ) -> VerifyReport:
     """Check `store` (or only what `run` needs) and report all damage; never stops at the first.
 
@@ -103,6 +108,11 @@ def verify(
     the way a restore does and decodes the plain values. Nothing is written, and nothing that
     `store` remembers from earlier is trusted.
 
+    With `budget` (level ``chunks`` only) commits, manifests and tables are all checked, and of the
+    packs as many as the budget allows, those first that were not checked for the longest time. That
+    is remembered in the store's ``cache`` or, where it cannot be written, in the user's. `window`
+    (seconds) is the time for which the coverage is reported.
+
     `progress` is called with (bytes done, bytes in all) by one thread at a time.
     NotFoundError when `run` does not exist, InvalidInputError for an unknown level.
     """
@@ -110,11 +120,18 @@ def verify(
         raise InvalidInputError(
             f"there is no verify level {level!r}", hint=f"use one of {', '.join(get_args(Level))}"
         )
-    return _Verification(store, run).work(level, progress, threads)
+    if budget is not None and level != "chunks":
+        raise InvalidInputError(
+            f"a budget cannot be given with level {level}",
+            hint="with a budget, chunks are verified",
+        )
+    return _Verification(store, run, budget, window).work(level, progress, threads)
 
 
 class _Verification:
-    def __init__(self, store: Store, run: str | None) -> None:
+    def __init__(self, store: Store, run: str | None, budget: Budget | None, window: float) -> None:
+        self._budget = budget
+        self._window = window
         self._findings: list[Finding] = []
         self._notes: list[Finding] = []
         try:
@@ -147,7 +164,13 @@ class _Verification:
         runs = self._check_runs()
         names = self._check_packs()
         bad: list[BadRecord] = []
-        if level != "structure":
+        coverage: Coverage | None = None
+        if self._budget is not None:
+            bad, coverage = scrub_within(
+                self._packs, names, self._existing, self._budget,
+                window=self._window, threads=threads, progress=progress,
+            )  # fmt: skip
+        elif level != "structure":
             bad = scrub(self._packs, names, threads=threads, progress=progress)
         ids, lengths = self._needed.get()
         lost = lost_chunks(self._packs, ids, lengths, bad)
@@ -166,6 +189,7 @@ class _Verification:
             bytes=sum(int(table["stored"].sum(dtype=np.int64)) for table in tables),
             findings=tuple(self._findings),
             notes=tuple(self._notes),
+            coverage=coverage,
         )
 
     # commits, manifests, pins ----------------------------------------------------------------
@@ -237,6 +261,10 @@ class _Verification:
         """Manifests that no commit names (any more): a save may come to rely on them."""
         try:
             names = set(self._store.io.list(f"{self._store.path}/manifests"))
+        except FileNotFoundError as error:
+            if self._checked or self._packs.names():
+                self._found("store", "manifests", error)
+            return
         except OSError as error:
             self._found("store", "manifests", error)
             return
@@ -266,11 +294,13 @@ class _Verification:
     def _check_packs(self) -> list[str]:
         """Read the table of every pack concerned; return the names of the intact ones."""
         names = self._closure
+        self._existing: list[str] = []
+        try:
+            self._existing = self._packs.names()
+        except DeltackptError as error:
+            self._found("store", "packs", error)
         if self._run is None:
-            try:
-                names = names.union(self._packs.names())
-            except DeltackptError as error:
-                self._found("store", "packs", error)
+            names = names.union(self._existing)
         intact: list[str] = []
         for name in sorted(names):
             try:

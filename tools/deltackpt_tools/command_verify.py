@@ -5,15 +5,20 @@ from __future__ import annotations
 from typing import Any, cast, get_args
 
 import click
+import msgspec
+from deltackpt_store.budgeted import WINDOW, Budget, Coverage
 from deltackpt_store.verify import Finding, Hit, Level, VerifyReport, verify
 
+from deltackpt_tools.durations import DURATION, parse_duration, parse_size
 from deltackpt_tools.exits import Exit
 from deltackpt_tools.output import (
     counted,
     document,
     json_option,
+    moment,
     safe,
     size,
+    span,
     store_argument,
     write_json,
 )
@@ -65,6 +70,8 @@ def _lines(report: VerifyReport) -> list[str]:
         f"{counted(report.packs, 'pack')}, {counted(report.chunks, 'chunk')} "
         f"({size(report.bytes)}), level {report.level}"
     )
+    if report.coverage is not None:
+        lines += _coverage(report.coverage)
     if report.ok:
         lines.append("no damage found")
     else:
@@ -74,6 +81,35 @@ def _lines(report: VerifyReport) -> list[str]:
             + (", ".join(steps) if steps else "none")
         )
     return lines
+
+
+def _coverage(coverage: Coverage) -> list[str]:
+    share = coverage.window_bytes / max(1, coverage.total_bytes)
+    oldest = "unknown" if coverage.oldest is None else moment(coverage.oldest)
+    read = f"{counted(coverage.checked_packs, 'pack')} ({size(coverage.checked_bytes)})"
+    lines = [
+        f"read {read} this time",
+        f"{share:.0%} of bytes checked in the last {span(coverage.window)}; oldest check {oldest}; "
+        f"{counted(coverage.never_packs, 'pack')} never checked",
+    ]
+    if coverage.remembered is None:
+        lines.append(f"this cannot be remembered for the next time: {safe(coverage.problem)}")
+    return lines
+
+
+def _budget(text: str | None) -> Budget | None:
+    if text is None:
+        return None
+    count = parse_size(text)
+    if count is not None:
+        return Budget(bytes=count)
+    try:
+        return Budget(seconds=parse_duration(text))
+    except ValueError:
+        raise click.BadParameter(
+            f"{text!r} is neither a time (30s, 10min, 2h) nor a size (500MB, 20GB)",
+            param_hint="'--budget'",
+        ) from None
 
 
 def _document(path: str, report: VerifyReport) -> dict[str, Any]:
@@ -111,6 +147,7 @@ def _document(path: str, report: VerifyReport) -> dict[str, Any]:
             {"kind": note.kind, "name": note.name, "pack": note.pack, "reason": note.reason}
             for note in report.notes
         ],
+        coverage=None if report.coverage is None else msgspec.structs.asdict(report.coverage),
     )
 
 
@@ -126,6 +163,18 @@ def _document(path: str, report: VerifyReport) -> dict[str, Any]:
 )
 @click.option("--run", help="Only what this run needs.")
 @click.option("--threads", type=click.IntRange(min=1), help="Default: as many as processors.")
+@click.option(
+    "--budget",
+    help="Read for so long (30s, 10min, 2h) or so much (500MB, 20GB) at most, the longest "
+    "unchecked packs first, and remember where to go on.",
+)
+@click.option(
+    "--within",
+    type=DURATION,
+    default=WINDOW,
+    show_default="7d",
+    help="With --budget: report how much was checked in that time.",
+)
 @json_option
 @click.pass_context
 def command(
@@ -134,16 +183,25 @@ def command(
     level: str,
     run: str | None,
     threads: int | None,
+    budget: str | None,
+    within: float,
     as_json: bool,
 ) -> None:
     """Check what is stored, and list all damage with the steps and tensors it hits.
 
-    Never stops at the first finding, never writes. Exit code 12 when anything is damaged.
+    Never stops at the first finding, and writes nothing but, with --budget, a note of what was
+    checked when. Exit code 12 when anything is damaged.
     """
     store = open_store(store_path)
     with Progress("verify") as progress:
         report = verify(
-            store, level=cast("Level", level), run=run, progress=progress.update, threads=threads
+            store,
+            level=cast("Level", level),
+            run=run,
+            progress=progress.update,
+            threads=threads,
+            budget=_budget(budget),
+            window=within,
         )
     if as_json:
         write_json(_document(store.path, report))

@@ -1,4 +1,4 @@
-"""Durations and shares as people type them: ``6h``, ``1h30m``, ``90s``, ``2%``."""
+"""Durations, sizes and shares as people type them: ``6h``, ``1h30m``, ``20GB``, ``2%``."""
 
 from __future__ import annotations
 
@@ -21,6 +21,18 @@ def parse_duration(text: str) -> float:
         total += float(match[1]) * _UNITS[match[2] or "s"]
         position = match.end()
     return total
+
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kKMGT]?)(i?)B\Z")
+_POWERS = {"": 0, "k": 1, "K": 1, "M": 2, "G": 3, "T": 4}
+
+
+def parse_size(text: str) -> int | None:
+    """Bytes: ``20GB`` (powers of 1000) or ``512MiB`` (of 1024). None when it is no size."""
+    match = _SIZE.match(text.strip())
+    if match is None:
+        return None
+    return int(float(match[1]) * (1024 if match[3] else 1000) ** _POWERS[match[2]])
 
 
 def parse_share(text: str) -> float:

@@ -99,6 +99,14 @@ def moment(seconds: float) -> str:
         return "?"
 
 
+def span(seconds: float) -> str:
+    """A length of time for people, to one unit: ``45 s``, ``12 min``, ``3 h``, ``7 days``."""
+    for limit, unit, name in ((120, 1, "s"), (7200, 60, "min"), (172800, 3600, "h")):
+        if seconds < limit:
+            return f"{seconds / unit:.0f} {name}"
+    return f"{seconds / 86400:.0f} days"
+
+
 def counted(count: int, noun: str) -> str:
     """``1 step``, ``2 steps``."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
