@@ -847,6 +847,45 @@ def test_a_stalled_writer_notices_the_boundary_after_its_commit(
     check_everything(store)
 
 
+def test_every_changed_byte_of_what_a_collection_writes_down_is_found(
+    store: Store, new: Callable[..., Author]
+) -> None:
+    """Guard: digests. Else a pack that is not condemned counts as such, or the other way round."""
+    author = new()
+    first = author.save(1, ["garbage"])
+    author.save(2, ["kept"])
+    retire(store, [first])
+    author.prepare(["garbage"])
+    acks: list[str] = []
+
+    def wait(_: list[str]) -> bool:
+        author.heed()
+        acks.extend(os.listdir(f"{store.path}/gc/acks"))
+        data = Path(store.path, "gc/acks", acks[0]).read_bytes()
+        number, _, writer = acks[0].partition("-")
+        for place in range(len(data)):
+            changed = bytearray(data)
+            changed[place] ^= 1 << place % 8
+            Path(store.path, "gc/acks", f"{number}-{'ab' * 8}").write_bytes(changed)
+            with pytest.raises(CorruptionError):
+                leases.read_ack(IO, store.path, int(number), "ab" * 8)
+        os.unlink(f"{store.path}/gc/acks/{number}-{'ab' * 8}")
+        assert leases.read_ack(IO, store.path, int(number), writer)
+        return True
+
+    collect(store, wait=wait)
+    assert acks
+    generation = newest_number(IO, store.path)
+    record = Path(store.path, "gc", number_name(generation))
+    data = record.read_bytes()
+    for place in range(len(data)):
+        changed = bytearray(data)
+        changed[place] ^= 1 << place % 8
+        record.write_bytes(changed)
+        with pytest.raises(CorruptionError):
+            read_generation(IO, store.path, generation)
+
+
 def test_a_copy_is_proved_before_the_other_one_goes(
     store: Store, new: Callable[..., Author]
 ) -> None:
