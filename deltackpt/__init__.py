@@ -11,6 +11,7 @@ from .checkpointer import Checkpointer
 from .events import Committed, Compacted, Event, Failed, Observer, Preempted, Skipped, Staged
 from .load import load, steps
 from .policy import Every, Keep
+from .repairing import repair
 from .report import Save, SaveReport
 from .restore import Restored, restore_into
 
@@ -32,6 +33,7 @@ __all__ = [
     "__version__",
     "errors",
     "load",
+    "repair",
     "restore_into",
     "steps",
 ]
