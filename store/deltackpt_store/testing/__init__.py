@@ -5,9 +5,13 @@
 `FailingIO`            a file layer whose n-th call fails
 `ShortIO`              a file layer whose writes take only part of what they are given
 `SlowIO`               a file layer that waits before chosen calls
+`killed_at`            runs an operation in a child that is killed at its n-th file call
+`check_mutants`        damages files, and demands the right content or an error
 """
 
+from deltackpt_store.testing.corruption import Mutant, Verdict, check_mutants, damaged, mutants
 from deltackpt_store.testing.failing import CALLS, FailingIO, ShortIO, SlowIO
+from deltackpt_store.testing.killing import Death, KillingIO, killed_at
 from deltackpt_store.testing.simulated_disk import (
     CrashState,
     CrashStates,
@@ -19,9 +23,17 @@ __all__ = [
     "CALLS",
     "CrashState",
     "CrashStates",
+    "Death",
     "FailingIO",
+    "KillingIO",
+    "Mutant",
     "ShortIO",
     "SimulatedDisk",
     "SlowIO",
+    "Verdict",
     "check_crash_states",
+    "check_mutants",
+    "damaged",
+    "killed_at",
+    "mutants",
 ]

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from deltackpt_store.fileio import Buffer, FileIO
+from deltackpt_store.fileio import Buffer, FileIO, make_directories, read_file
 from deltackpt_store.testing.power_cut import Change, Cut, Tree, cuts
 
 _T = TypeVar("_T")
@@ -46,6 +46,39 @@ class SimulatedDisk(FileIO):
         tree = self._tree.copy()
         tree.files = {inode: bytes(content) for inode, content in tree.files.items()}
         return _disk_of(tree)
+
+    # looking and changing from outside; nothing of it is journalled -------------------------
+
+    @classmethod
+    def of_directory(cls, path: str) -> SimulatedDisk:
+        """A disk that holds a copy of the real directory `path` at the same place."""
+        disk = cls()
+        io = FileIO()
+        make_directories(disk, path)
+        for directory, _, names in os.walk(path):
+            make_directories(disk, directory)
+            for name in names:
+                file = os.path.join(directory, name)
+                disk.close(disk.create(file))
+                disk.put(file, read_file(io, file, 1 << 40))
+        return disk.copy()
+
+    def files(self, directory: str) -> Iterator[str]:
+        """Paths of all files in the directory and those below it."""
+        for name in self.list(directory):
+            path = f"{directory.rstrip('/')}/{name}"
+            if self._tree.find(path) in self._tree.directories:
+                yield from self.files(path)
+            else:
+                yield path
+
+    def content(self, path: str) -> bytes:
+        """What the file holds."""
+        return bytes(self._tree.files[self._existing(path)])
+
+    def put(self, path: str, content: bytes) -> None:
+        """Let the existing file hold `content`."""
+        self._tree.files[self._existing(path)] = content
 
     # FileIO --------------------------------------------------------------------------------
 
