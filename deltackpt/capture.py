@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from deltackpt_store.errors import InvalidInputError
-from deltackpt_store.manifest import Layout
+from deltackpt_store.manifest import Layout, TensorView
 from torch import Tensor
 
 from . import extents, params, rng
@@ -16,6 +16,7 @@ from .extents import BufferPool, Source
 from .landing import CopyFigures
 from .nodes import ChangedError, Leaves
 from .small import SmallBytes
+from .sources import Signs
 from .tree import Tree, Walker
 from .values import encode
 
@@ -56,6 +57,7 @@ class Capture:
     `sources`: every other extent -> :class:`Source`.
     `state_bytes`: sum of all extents' lengths.
     `figures`: device -> what copying at the call cost there.
+    `signs`: signs of life of what ought to be still, for the next capture to compare.
     """
 
     layout: Layout
@@ -68,6 +70,7 @@ class Capture:
     _pool: BufferPool
     _leases: list[Lease] = field(default_factory=lambda: list[Lease]())
     figures: dict[str, CopyFigures] = field(default_factory=lambda: dict[str, CopyFigures]())
+    signs: dict[str, Signs] = field(default_factory=lambda: dict[str, Signs]())
 
     @property
     def inline(self) -> dict[int, bytes]:
@@ -75,6 +78,17 @@ class Capture:
             self._inline.update(self._small[-1].resolve())
             self._small.pop()
         return self._inline
+
+    @property
+    def optimizers(self) -> list[tuple[str, list[TensorView | None]]]:
+        """Path of each optimizer, and the view of each parameter (None: not in the state)."""
+        views = self.layout.tensors
+        return [
+            (path, [None if index < 0 else views[index] for index in indices])
+            for path, indices in zip(
+                self._compiled.tree.optimizer_paths, self._compiled.owned, strict=True
+            )
+        ]
 
     def release(self) -> None:
         """Give private copies back to the pool and drop all tensors: call once all is staged.
@@ -97,13 +111,15 @@ def capture(
     live: LivePredicate | None = None,
     previous: Capture | None = None,
     pool: BufferPool | None = None,
+    copied: Collection[str] = (),
 ) -> Capture:
     """Walk `state` once, in the calling (training) thread, and freeze what must be frozen.
 
     Live (read later, until the next optimizer step) are only: parameters and optimizer state
     tensors, and only when `overlap` is on and an optimizer is in the state. A parameter counts
     when a captured optimizer owns it, or when it is frozen (requires_grad False) beside owned ones
-    in one module; all else (buffers, EMA copies, loose tensors) is copied before this returns.
+    in one module and shows no sign of having changed since `previous`; all else (buffers, EMA
+    copies, loose tensors, tensors named by `copied`) is copied before this returns.
     `live(path, tensor)` replaces that rule when given; it is asked when the layout is planned.
     `previous` lends its layout when the tree has not changed. Nothing of `state` is stepped,
     mutated or kept beyond what `Source` says. On CUDA, copies are ordered on the current stream.
@@ -127,7 +143,10 @@ def capture(
     }
     documents.update(compiled.constant)
     pool = pool if pool is not None else BufferPool()
-    taken = compiled.plan.take(leaves.tensors, measured, overlap=overlap, pool=pool)
+    taken = compiled.plan.take(
+        leaves.tensors, measured, overlap=overlap, pool=pool, copied=copied,
+        before=None if live is not None or previous is None else previous.signs,
+    )  # fmt: skip
     return Capture(
         compiled.layout,
         documents,
@@ -139,6 +158,7 @@ def capture(
         pool,
         taken.leases,
         taken.figures,
+        taken.signs,
     )
 
 
@@ -228,11 +248,12 @@ def _find(whole: dict[Any, Any], chunk_bytes: int, live: LivePredicate | None) -
     paths = tree.tensor_paths
     measured = extents.probe(paths, leaves.tensors)
     assert measured is not None  # nothing was expected
+    alive, still = _live(tree, leaves)
     if live is not None:
         alive = [live(path, t) for path, t in zip(paths, leaves.tensors, strict=True)]
-    else:
-        alive = _live(tree, leaves)
-    plan = extents.plan(paths, tree.tensor_slots, measured, live=alive, chunk_bytes=chunk_bytes)
+    plan = extents.plan(
+        paths, tree.tensor_slots, measured, live=alive, still=still, chunk_bytes=chunk_bytes
+    )
     layout = Layout(tree.structure, tree.paths, plan.views, plan.specs, tree.object_slots)
     constant = {
         slot: encode(value)
@@ -246,16 +267,20 @@ def _find(whole: dict[Any, Any], chunk_bytes: int, live: LivePredicate | None) -
     return compiled, leaves, measured
 
 
-def _live(tree: Tree, leaves: Leaves) -> Sequence[bool]:
-    """The rule of :func:`capture`: what only an optimizer's step changes."""
+def _live(tree: Tree, leaves: Leaves) -> tuple[list[bool], list[bool]]:
+    """The rule of :func:`capture`: what only an optimizer's step changes, and what nothing does."""
     owned = {id(p) for optimizer in leaves.optimizers for p in params.parameters_of(optimizer)}
     pairs = list(zip(tree.origins, leaves.tensors, strict=True))
     trained = {o.owner for o, t in pairs if o.kind == "parameter" and id(t) in owned}
-    return [
-        origin.kind == "moment"
-        or (
-            origin.kind == "parameter"
-            and (id(t) in owned or (not t.requires_grad and origin.owner in trained))
-        )
+    still = [
+        origin.kind == "parameter"
+        and id(t) not in owned
+        and not t.requires_grad
+        and origin.owner in trained
         for origin, t in pairs
     ]
+    alive = [
+        origin.kind == "moment" or (origin.kind == "parameter" and id(t) in owned) or frozen
+        for (origin, t), frozen in zip(pairs, still, strict=True)
+    ]
+    return alive, still

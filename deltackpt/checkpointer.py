@@ -57,8 +57,11 @@ class Checkpointer:
     backward pass and is locked until then: the optimizer's `step` waits for it by itself (a global
     pre-hook), everything else that modifies parameters in place calls :meth:`lock` first.
     A tensor that was modified all the same makes the save fail with `CorruptionError` (kind
-    "torn") naming it, as far as PyTorch's version counters and the bytes show it; nothing mixed is
-    ever committed then. Everything the optimizer does not own is copied before `save` returns.
+    "torn") naming it, as far as PyTorch's version counters and the bytes show it (see `witness`);
+    nothing mixed is ever committed then. The next :meth:`step` makes up for it: it saves, whether
+    due or not, and so does :meth:`close` with `final`. From then on such tensors are copied before
+    `save` returns, as everything is that the optimizer does not own, but for frozen parameters
+    that show no sign of having changed.
     As long as no optimizer step and no :meth:`lock` has been seen, and with ``overlap=False``,
     `save` returns only once nothing needs to be locked any more.
 
@@ -67,8 +70,9 @@ class Checkpointer:
     and completing the step belong together: then a resumed run sees each sample once.
 
     **Errors.** A save that fails in the background is raised once: by the next :meth:`save`,
-    :meth:`step`, :meth:`wait` or :meth:`close`, or by the `result` of its own handle. Earlier
-    steps stay restorable and the failed step can be saved again. With ``on_error="warn"``,
+    :meth:`step`, :meth:`wait` or :meth:`close`, or by the `result` of its own handle; that of a
+    torn one not by `step` and `save`, which make up for it. Earlier steps stay restorable and the
+    failed step can be saved again. With ``on_error="warn"``,
     :meth:`step` logs failures and never raises them.
 
     **Threads.** One thread at a time calls `save`, `step`, `restore` and `close`: the training
@@ -166,7 +170,7 @@ class Checkpointer:
         "timeout") when on_busy="wait" waited `durable_timeout` seconds.
         """
         with self._calls.exclusive():
-            self._raise_failure()
+            self._raise_failure(torn=False)
             return self._save(step, metrics, overwrite=overwrite)
 
     def step(self, step: int, metrics: Mapping[str, float] | None = None) -> Save | None:
@@ -179,10 +183,10 @@ class Checkpointer:
         with self._calls.exclusive():
             number = check_step(step)
             if self._options.on_error == "raise":
-                self._raise_failure()
+                self._raise_failure(torn=False)
                 return self._step(number, metrics)
             try:
-                failure = self._pipeline.take_error()
+                failure = self._pipeline.take_error(torn=False)
                 if failure is not None:
                     _log.warning("training goes on although a save failed: %s", failure)
                 return self._step(number, metrics)
@@ -200,7 +204,7 @@ class Checkpointer:
         save.
         """
         self._calls.check_open()
-        if self._signals.pending or self._deferred:
+        if self._signals.pending or self._deferred or self._pipeline.torn:
             return True
         return step is not None and self._due.is_due(check_step(step))
 
@@ -229,7 +233,7 @@ class Checkpointer:
         due = self._due.is_due(step)
         self._newest_step = step
         must = self._signals.pending
-        if due or must or self._deferred:
+        if due or must or self._deferred or self._pipeline.torn:
             return self._save(step, metrics, must=must)
         self._due.seen(step, started=False)
         return None
@@ -251,7 +255,7 @@ class Checkpointer:
             if self._options.on_busy != "wait" and not must:
                 return self._drop(step, started)
             self._pipeline.wait_room()
-        overlap = self._options.overlap and self._guard.seen and has_optimizer(self._state)
+        overlap = self._may_overlap()
         previous = self._previous
         captured = capture(
             self._state,
@@ -264,9 +268,12 @@ class Checkpointer:
         if not self._warned and (previous is None or previous.layout is not captured.layout):
             self._warned = warn_of_missing_parameters(captured)
         self._previous = captured
+            copied=self._pipeline.restless.paths if overlap else (),
         request = Request(
+        if captured.signs and not self._pipeline.comparable:
+            overlap = False  # nothing could prove that what ought to be still has been so
             step=step, metrics=checked, environment=self._environment, overwrite=overwrite,
-            skipped=self._skipped,
+            overlap=overlap, skipped=self._skipped,
         )  # fmt: skip
         progress = self._pipeline.submit(request, captured, started)
         self._skipped, self._deferred, self._saved_step = 0, False, step
@@ -282,6 +289,16 @@ class Checkpointer:
         """A save that on_busy does not make; with "coalesce" a later call makes up for it."""
         policy = self._options.on_busy
         progress = SaveProgress(self._options.run, step, _no_delivery, started)
+    def _may_overlap(self) -> bool:
+        """Whether training may go on while a save that begins now reads live tensors."""
+        return (
+            self._options.overlap
+            and self._guard.seen
+            and not self._pipeline.torn
+            and self._pipeline.restless.overlap
+            and has_optimizer(self._state)
+        )
+
         self._skipped += 1
         if policy == "coalesce":
             self._deferred = True
@@ -389,6 +406,7 @@ class Checkpointer:
                 failure = error
             finally:
                 self._release()
+                self._save_torn()
             failure = failure or self._pipeline.take_error()
         if failure is not None:
             raise failure
@@ -422,7 +440,7 @@ class Checkpointer:
         newest = self._newest_step
         if not self._options.final or newest is None or newest == self._saved_step:
             return
-        failure = self._pipeline.take_error()
+        failure = self._pipeline.take_error(torn=False)
         if failure is not None:
             _log.warning("saving the last step although an earlier save failed: %s", failure)
         try:
@@ -437,6 +455,12 @@ class Checkpointer:
         self._calls.closed = True
         self._guard.remove()
         self._signals.uninstall()
+    def _save_torn(self) -> None:
+        """Make up for a last save that was torn, where the loop tells its steps."""
+        if self._options.final and self._newest_step is not None and self._pipeline.torn:
+            self._save(self._newest_step, None, must=True)
+            self._wait_idle(None)
+
         self._finalizer.detach()
         self._pipeline.close(self._options.durable_timeout)
         self._previous = None
@@ -450,8 +474,8 @@ class Checkpointer:
                 hint="the saves go on; wait again",
             )
 
-    def _raise_failure(self) -> None:
-        failure = self._pipeline.take_error()
+    def _raise_failure(self, *, torn: bool = True) -> None:
+        failure = self._pipeline.take_error(torn=torn)
         if failure is not None:
             raise failure
 

@@ -8,7 +8,7 @@ the bytes. `rebuild` (from `views`) is the way back. Addresses are compared insi
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -23,7 +23,7 @@ from .buffers import BufferPool, Lease
 from .landing import CopyFigures, Landing
 from .probing import Facts, Probe, probe
 from .small import SmallBytes
-from .sources import Source, Taken
+from .sources import Signs, Source, Taken
 from .tensors import refuse_unsupported
 from .values import dtype_name
 from .views import dress, rebuild
@@ -40,6 +40,7 @@ class _Cut:
     """How one extent is read: from the address of tensor `members[0]` plus `shift`, or packed.
 
     `plain`: all of its bytes lie in CPU memory of its members, so that the address is enough.
+    `still`: live, but not because an optimizer steps it. `path`: names it in change tables.
     """
 
     members: tuple[int, ...]
@@ -47,6 +48,8 @@ class _Cut:
     dims: spans.Dims | None
     live: bool
     plain: bool
+    still: bool
+    path: str
 
 
 class Plan:
@@ -117,9 +120,20 @@ class Plan:
             refuse_unsupported(paths[i], tensors[i])
 
     def take(
-        self, tensors: Sequence[Tensor], measured: Probe, *, overlap: bool, pool: BufferPool
+        self,
+        tensors: Sequence[Tensor],
+        measured: Probe,
+        *,
+        overlap: bool,
+        pool: BufferPool,
+        copied: Collection[str] = (),
+        before: Mapping[str, Signs] | None = None,
     ) -> Taken:
-        """The bytes of all extents, frozen or (live ones) as the training memory holds them."""
+        """The bytes of all extents, frozen or (live ones) as the training memory holds them.
+
+        Copied although live are those of the paths `copied`, and those that ought to be still and
+        have other signs of life than `before` (when it is given).
+        """
         at = (measured.address[self._inline_first] + self._inline_shift).tolist()
         string_at = ctypes.string_at
         inline: dict[int, bytes] = dict.fromkeys(self._empty, b"")
@@ -127,15 +141,21 @@ class Plan:
         small = self._gather_small(tensors, measured)
         sources: dict[int, Source] = {}
         copies: list[int] = []
+        signs: dict[str, Signs] = {}
         for e in self._large:
-            c = self._cuts[e]
-            data = self._flat(e, tensors, measured) if c.live and overlap else None
+            c, key = self._cuts[e], self._keys[e]
+            live = c.live and overlap and c.path not in copied
+            if c.still:
+                signs[key] = _signs(tensors, c.members)
+                live = live and (before is None or before.get(key) == signs[key])
+            data = self._flat(e, tensors, measured) if live else None
             if data is not None:
-                sources[e] = Source(data, True, self._keys[e], tensors[c.members[0]])
+                owner = tensors[c.members[0]]
+                sources[e] = Source(data, True, key, owner, still=c.still)
             else:
                 copies.append(e)
         leases, figures = self._copy(copies, tensors, measured, sources, pool)
-        return Taken(inline, small, sources, leases, figures)
+        return Taken(inline, small, sources, leases, figures, signs)
 
     def _flat(self, extent: int, tensors: Sequence[Tensor], measured: Probe) -> Tensor | None:
         """The extent in place, from any member whose storage holds all of it."""
@@ -290,6 +310,11 @@ class Plan:
         )
 
 
+def _signs(tensors: Sequence[Tensor], members: Sequence[int]) -> Signs:
+    own = [tensors[i] for i in members]
+    return tuple((t.data_ptr(), -1 if t.is_inference() else t._version) for t in own)
+
+
 def _strided(tensor: Tensor, dims: spans.Dims) -> Tensor:
     """The elements of a tensor with gaps in the order in which they are saved, as bits."""
     flat = torch.empty(0, dtype=_BITS[tensor.itemsize], device=tensor.device)
@@ -309,12 +334,13 @@ def plan(
     measured: Probe,
     *,
     live: Sequence[bool],
+    still: Sequence[bool] | None = None,
     chunk_bytes: int,
 ) -> Plan:
     """Cut `tensors` into extents. `live[i]`: tensor i may be read after the capture returned.
 
-    An extent is live when live tensors cover all of its bytes. The tensors must have passed
-    `tensors.refuse_unsupported`.
+    An extent is live when live tensors cover all of its bytes, and still when all of those are
+    (`still[i]`). The tensors must have passed `tensors.refuse_unsupported`.
     """
     facts = measured.facts
     filled: dict[torch.device, list[int]] = {}
@@ -353,6 +379,8 @@ def plan(
                 g.dims,
                 bool(alive) and g.dims is None and spans.covered(alive, g.start, g.end),
                 g.dims is None and device.type == "cpu" and not padded,
+                bool(alive) and still is not None and all(still[i] for i in g.members if live[i]),
+                paths[first],
             )
         )
         for i in g.members:

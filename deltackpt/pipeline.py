@@ -41,8 +41,10 @@ from .outcome import report_of, timed_out, typed_error
 from .report import SaveProgress, SaveReport
 from .stage import Job, Stager, Staging, versions_of, with_copies
 from .steporder import StepOrder
+from .restless import Restless, is_torn
 from .writerlink import WriterLink
 
+from .witness import Notary, Witness
 _log = logging.getLogger("deltackpt")
 
 MAX_IN_FLIGHT = 2
@@ -59,6 +61,8 @@ class Request:
     overwrite: bool
     skipped: int
     """Saves that were dropped since the last accepted one."""
+    overlap: bool
+    """Whether training goes on while live tensors are read."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -77,6 +81,7 @@ class _Task:
     marks: Any = None
     taken: bool = False
     client: WriterClient | None = None
+    witness: Witness | None = None
     save: int = 0
     names_parent: bool = False
     staging: Staging | None = None
@@ -102,6 +107,7 @@ class SavePipeline:
         self._stager = stager or SplitStager(seed=seed, threads=options.threads)
         self._link = WriterLink(
             store.path, options, seed, max_in_flight=MAX_IN_FLIGHT, on_result=self._on_result,
+        self._notary = Notary(seed)
             on_retired=self._on_retired,
         )  # fmt: skip
         self._condition = threading.Condition()
@@ -117,6 +123,12 @@ class SavePipeline:
 
     # training thread -------------------------------------------------------------------------
 
+        self._newest: SaveProgress | None = None  # accepted last
+        self.restless = Restless()
+        self.torn = False
+        """A save was torn, and none has been accepted since."""
+        self.comparable = False
+        """Saves have been accepted, and none failed since: they tell what has not changed."""
     @property
     def in_flight(self) -> tuple[int, ...]:
         """Steps accepted and neither durable nor failed, oldest first."""
@@ -150,6 +162,11 @@ class SavePipeline:
         progress.captured()
         self._accept(task)
         return progress
+        if request.overlap:
+            task.witness = self._notary.note(capture.layout, capture.sources)
+        with self._condition:
+            self._newest, self.comparable = progress, True
+            self._forget_torn()
 
     def restored(self, commit: Commit, capture: Capture | None) -> None:
         """The live objects now hold `commit`: later saves continue it. Nothing is in flight.
@@ -161,6 +178,8 @@ class SavePipeline:
             self._baselines.restored(commit)
             self._order.restored(commit)
         if capture is not None:
+            self.comparable = False
+            self._forget_torn()
             progress = SaveProgress(commit.run, commit.step, self._delivered, time.perf_counter())
             task = _Task(progress, self._deadline(), capture, restored=commit)
             task.marks = self._stager.mark(capture.sources)
@@ -184,13 +203,17 @@ class SavePipeline:
         with self._condition:
             return self._condition.wait_for(lambda: not self._tasks, timeout)
 
-    def take_error(self) -> DeltackptError | None:
-        """The oldest failure that nobody was told yet; later ones count as told with it."""
+    def take_error(self, *, torn: bool = True) -> DeltackptError | None:
+        """The oldest failure that nobody was told yet; later ones count as told with it.
+
+        Without `torn`, not that of a torn save, for which the next one makes up.
+        """
         if not self._errors:
             return None
         with self._condition:
-            errors = list(self._errors.values())
-            self._errors.clear()
+            errors = [error for error in self._errors.values() if torn or not is_torn(error)]
+            if errors:
+                self._errors.clear()
         return errors[0] if errors else None
 
     def close(self, timeout: float) -> None:
@@ -306,7 +329,7 @@ class SavePipeline:
                 save=task.save, layout=capture.layout, sources=capture.sources,
                 table=baseline.table, versions=task.versions, deadline=task.deadline,
                 unlock=progress.mark_unlocked, cancelled=lambda: progress.is_done,
-                marks=task.marks, reached=progress.mark_reached,
+                marks=task.marks, witness=task.witness, reached=progress.mark_reached,
             ),
             client,
         )  # fmt: skip
@@ -420,11 +443,18 @@ class SavePipeline:
         with self._condition:
             if not task.progress.fail(error):
                 return
-            self._errors[id(task.progress)] = error
+            if not is_torn(error):
+                self._errors[id(task.progress)] = error
+            elif self._newest is task.progress:  # else a later one has made up for it
+                self._errors[id(task.progress)] = error
+                self.torn = True
             self._baselines.failed()
         error.context.setdefault("step", task.progress.step)
         error.context.setdefault("run", task.progress.run)
-        _log.error("the save of step %d failed: %s", task.progress.step, error)
+        if is_torn(error):
+            self.restless.met(task.progress.step, error)
+        else:
+            _log.error("the save of step %d failed: %s", task.progress.step, error)
         self._observers(events.Failed(task.progress.run, task.progress.step, error))
         self._end(task)
 
@@ -434,6 +464,7 @@ class SavePipeline:
             if task in self._tasks:
                 self._tasks.remove(task)
             self._condition.notify_all()
+            self.comparable = False
 
     def _delivered(self, progress: SaveProgress) -> None:
         with self._condition:
@@ -442,3 +473,9 @@ class SavePipeline:
 
 def _nothing() -> None:
     """Wakes the finishing thread."""
+    def _forget_torn(self) -> None:
+        """What was torn is made up for, or of no interest any more. Under the condition."""
+        self.torn = False
+        for key in [key for key, error in self._errors.items() if is_torn(error)]:
+            del self._errors[key]
+

@@ -11,6 +11,10 @@ from .buffers import Arrival, Lease
 from .landing import CopyFigures
 from .small import SmallBytes
 
+Signs = tuple[tuple[int, int], ...]
+"""(address, version counter) of each tensor over an extent: other ones mean that it was written to;
+equal ones mean nothing."""
+
 
 class Source(msgspec.Struct, frozen=True, gc=False):
     """Where the bytes of one extent are until they have been staged.
@@ -23,6 +27,7 @@ class Source(msgspec.Struct, frozen=True, gc=False):
     no address, and equal keys in two captures mean comparable chunks.
     `owner`: for live data, a tensor over the same storage (its `_version` is a hint, no proof).
     `arrived`: for a landed copy, what to wait for before `data` is read.
+    `still`: live data that no optimizer steps: it ought to be what it was at the save before.
     `data` keeps the storage alive; a storage that is resized while it is read is the caller's to
     notice (``data.untyped_storage().nbytes()``).
     """
@@ -32,14 +37,17 @@ class Source(msgspec.Struct, frozen=True, gc=False):
     key: str
     owner: Tensor | None
     arrived: Arrival | None = None
+    still: bool = False
 
 
 class Taken(NamedTuple):
     """What :meth:`Plan.take` delivers: inline bytes by extent, more of them on their way, sources
-    by extent, the pool's buffers that sources look at, and what that cost each device."""
+    by extent, the pool's buffers that sources look at, what that cost each device, and key -> signs
+    of life of each extent that ought to be still."""
 
     inline: dict[int, bytes]
     small: list[SmallBytes]
     sources: dict[int, Source]
     leases: list[Lease]
     figures: dict[str, CopyFigures]
+    signs: dict[str, Signs]

@@ -3,7 +3,9 @@
 Per save the stager hashes every chunk, compares it with the change table of an earlier save and
 copies the differing ones into leased slots of the ring; a slot is sent as soon as it is full. The
 hash is taken over the source, then the bytes are copied, and the writer hashes the copy again: a
-source that moved in between gives a save that fails, never one that is committed.
+source that moved in between gives a save that fails, never one that is committed. One that moved
+before the hash is found by its version counter, by the note that the call of `save` took of it
+(see `witness`), or, when nothing is supposed to change it, by its differing from the save before.
 
 A stager for device memory is another class with the same three methods.
 """
@@ -19,7 +21,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from deltackpt_store.errors import CorruptionError, StateError
+from deltackpt_store.errors import StateError
 from deltackpt_store.manifest import Layout
 from deltackpt_store.protocol import ExtentKey
 
@@ -29,6 +31,7 @@ from .detect import (
     UNIT_BYTES,
     ChangeTable,
     LayoutPlan,
+    Piece,
     Unit,
     Workers,
     change_hash,
@@ -37,6 +40,8 @@ from .detect import (
 from .extents import Source
 from .landing import CopyFigures
 from .report import DeviceFigures
+from .restless import torn
+from .witness import Witness
 
 RECORD = struct.Struct("<IIII16s")
 """One staged chunk as the writer expects it: extent, chunk, offset, length, change hash."""
@@ -83,6 +88,8 @@ class Job:
     """Whether the save has been given up and staging may end early."""
     marks: Any = None
     """What :meth:`Stager.mark` returned at the call of `save`."""
+    witness: Witness | None = None
+    """What the call of `save` has noted of live tensors; None when training waits for staging."""
     reached: Callable[[], None] = lambda: None
     """Called when a device has done what was queued before its mark, once for each device."""
 
@@ -112,6 +119,14 @@ def with_copies(staging: Staging, copies: Mapping[str, CopyFigures]) -> Staging:
             pinned_bytes=own.pinned_bytes + copied.pinned_bytes,
         )
     return dataclasses.replace(staging, devices=devices)
+
+
+def not_comparable() -> StateError:
+    """The error of a save that lacks the proof that what ought to be still has been so."""
+    return StateError(
+        "the save that this one is relative to has failed", kind="relative-failed",
+        hint="save again",
+    )  # fmt: skip
 
 
 class Stager(Protocol):
@@ -292,6 +307,7 @@ class _Run:
         self._job, self._plan, self._seed, self._ring = job, plan, seed, ring
         self._lock = threading.Lock()
         self._live_left = sum(len(unit) for unit in plan.live)
+        self._torn: set[int] = set()
         self._new = {
             extent: bytearray(HASH_BYTES * job.layout.extents[extent].chunk_count)
             for extent in job.sources
@@ -319,25 +335,11 @@ class _Run:
             self.changed_bytes += packer.nbytes
 
     def _stage_unit(self, unit: Unit, packer: Packer) -> None:
-        seed, table, keys = self._seed, self._job.table, self._plan.keys
         live = 0
-        for extent, first, last in unit:
-            source, spec = self._job.sources[extent], self._job.layout.extents[extent]
-            if source.live:
+        for piece in unit:
+            if self._job.sources[piece.extent].live:
                 live += 1
-                if _is_gone(source):
-                    raise self._torn(extent)
-            start, size = first * spec.chunk_bytes, spec.chunk_bytes
-            held, data = _host_bytes(source, start, last * size)
-            old, new = table.get(keys[extent]), self._new[extent]
-            for index in range(first, last):
-                chunk = data[index * size - start : (index + 1) * size - start]
-                digest = change_hash(chunk, seed)
-                at = index * HASH_BYTES
-                if old is None or old[at : at + HASH_BYTES] != digest:
-                    packer.add(extent, index, chunk, digest)
-                new[at : at + HASH_BYTES] = digest
-            del held
+            self._stage_piece(piece, packer)
         if live:
             with self._lock:
                 self._live_left -= live
@@ -345,20 +347,38 @@ class _Run:
             if last_live:
                 self.live_is_done()
 
+    def _stage_piece(self, piece: Piece, packer: Packer) -> None:
+        extent, first, last = piece
+        source, spec, witness = (
+            self._job.sources[extent], self._job.layout.extents[extent], self._job.witness
+        )  # fmt: skip
+        if source.live and _is_gone(source):
+            raise torn([self._plan.keys[extent][0]])
+        start, size = first * spec.chunk_bytes, spec.chunk_bytes
+        held, data = _host_bytes(source, start, last * size)
+        old, new = self._job.table.get(self._plan.keys[extent]), self._new[extent]
+        resting = source.still and witness is not None
+        if resting and old is None:
+            raise not_comparable()
+        noted = None if witness is None else witness.digests.get(extent)
+        for index in range(first, last):
+            chunk = data[index * size - start : (index + 1) * size - start]
+            digest = change_hash(chunk, self._seed)
+            at = index * HASH_BYTES
+            changed = old is None or old[at : at + HASH_BYTES] != digest
+            if (resting and changed) or (noted and noted[at : at + HASH_BYTES] != digest):
+                self._torn.add(extent)
+            if changed and not self._torn:  # of a torn save only the names are of interest
+                packer.add(extent, index, chunk, digest)
+            new[at : at + HASH_BYTES] = digest
+        if witness is not None and not witness.agrees(extent, source, start, start + len(data)):
+            self._torn.add(extent)
+        del held
+
     def live_is_done(self) -> None:
         """All live bytes are hashed and copied: check that nobody moved them, then unlock."""
         now = versions_of(self._job.sources)
-        for extent, before in self._job.versions.items():
-            if now.get(extent) != before:
-                raise self._torn(extent)
+        moved = {extent for extent, v in self._job.versions.items() if now.get(extent) != v}
+        if moved or self._torn:
+            raise torn([self._plan.keys[extent][0] for extent in sorted(moved | self._torn)])
         self._job.unlock()
-
-    def _torn(self, extent: int) -> CorruptionError:
-        path = self._plan.keys[extent][0]
-        return CorruptionError(
-            f"tensor {path} was modified while it was being saved",
-            kind="torn",
-            hint="call lock() of the checkpointer before modifying it outside of an optimizer's"
-            " step, or save with overlap=False",
-            tensor=path,
-        )

@@ -19,7 +19,7 @@ from ..detect import HASH_BYTES, change_hash, memory
 from ..extents import Source
 from ..stage import Job, Packer, Ring, Staging
 from .hasher import Counters
-from .plan import check_sizes, check_versions
+from .plan import check_sizes, check_still, check_versions
 from .runtime import Runtime
 
 HALF_BYTES = 32 * 1024 * 1024
@@ -65,6 +65,7 @@ class CopyStager:
         tables = {extent: bytearray(HASH_BYTES * job.layout.extents[extent].chunk_count)
                   for extent in job.sources}  # fmt: skip
         packer = Packer(job, ring)
+        changed: set[int] = set()
         try:
             for extents in (live, private):
                 for extent, index, digest, data in self._hashed(
@@ -76,10 +77,14 @@ class CopyStager:
                     old = job.table.get(keys[extent])
                     if old is None or old[at : at + HASH_BYTES] != digest:
                         packer.add(extent, index, data, digest)
+                        changed.add(extent)
                     tables[extent][at : at + HASH_BYTES] = digest
                 if extents is live:
                     check_sizes(job.sources, live, paths)
                     check_versions(job.sources, job.versions, live, paths)
+                    if job.witness is not None:
+                        own = {extent: keys[extent] for extent in job.sources}
+                        check_still(job.sources, job.table, own, changed)
                     job.unlock()
             packer.flush()
         except BaseException:

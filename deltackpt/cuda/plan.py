@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
-from deltackpt_store.errors import CorruptionError
 from deltackpt_store.manifest import Layout
 from deltackpt_store.protocol import ExtentKey, extent_keys
 from numpy.typing import NDArray
 
-from ..detect import HASH_BYTES, ChangeTable
+from ..detect import HASH_BYTES, ChangeTable, staging_order
 from ..extents import Source
+from ..restless import torn
+from ..stage import not_comparable
 from .table import ChunkTable
 
 Digests = NDArray[np.uint8]  # shape (rows, 16), canonical bytes
@@ -36,6 +37,7 @@ class DevicePlan:
         live = [extent for extent, source in sources.items() if source.live]
         private = [extent for extent, source in sources.items() if not source.live]
         self._signature = (tuple(live), tuple(private))
+        live, private = staging_order(layout, live), staging_order(layout, private)
         self.extents = np.array([*live, *private], np.int64)
         specs = [layout.extents[extent] for extent in (*live, *private)]
         self.table = ChunkTable(
@@ -87,17 +89,6 @@ def words_of(digests: Digests) -> NDArray[np.uint64]:
     return np.ascontiguousarray(high_low[:, ::-1]).astype(np.uint64)
 
 
-def torn(path: str) -> CorruptionError:
-    """The error of a tensor that changed under a save."""
-    return CorruptionError(
-        f"tensor {path} was modified while it was being saved",
-        kind="torn",
-        hint="call lock() of the checkpointer before modifying it outside of an optimizer's"
-        " step, or save with overlap=False",
-        tensor=path,
-    )
-
-
 def check_sizes(
     sources: Mapping[int, Source], extents: Sequence[int], paths: Sequence[str]
 ) -> None:
@@ -106,7 +97,7 @@ def check_sizes(
         source = sources[extent]
         need = source.data.storage_offset() + source.data.numel()
         if source.live and source.data.untyped_storage().nbytes() < need:
-            raise torn(path)
+            raise torn([path])
 
 
 def check_versions(
@@ -116,7 +107,28 @@ def check_versions(
     paths: Sequence[str],
 ) -> None:
     """Raise :func:`torn` for a live tensor whose version counter moved since the save's call."""
+    moved: list[str] = []
     for extent, path in zip(extents, paths, strict=True):
         owner = sources[extent].owner
         if extent in versions and (owner is None or owner._version != versions[extent]):
-            raise torn(path)
+            moved.append(path)
+    if moved:
+        raise torn(moved)
+
+
+def check_still(
+    sources: Mapping[int, Source],
+    table: ChangeTable,
+    keys: Mapping[int, ExtentKey],
+    changed: Iterable[int],
+) -> None:
+    """Raise :func:`torn` for extents that changed and ought not to, as far as `table` knows them.
+
+    `keys` are those of the device's extents.
+    """
+    still = [extent for extent in keys if sources[extent].still]
+    if any(keys[extent] not in table for extent in still):
+        raise not_comparable()
+    moved = sorted(set(still).intersection(changed))
+    if moved:
+        raise torn([keys[extent][0] for extent in moved])

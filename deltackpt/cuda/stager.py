@@ -30,7 +30,7 @@ from . import specs
 from .hasher import Changes, Counters, Hasher
 from .moving import Cargo, Mover
 from .placement import Placement, records
-from .plan import DevicePlan, Digests, check_sizes, check_versions, words_of
+from .plan import DevicePlan, Digests, check_sizes, check_still, check_versions, words_of
 from .runtime import Runtime
 from .xxh3 import digest_bytes
 
@@ -180,6 +180,9 @@ class DeviceStager:
         job.reached()
         changes = detection.hasher.changes()
         rows, digests = changes.rows, digest_bytes(changes.digests)
+        if job.witness is not None:
+            keys = dict(zip(plan.extents.tolist(), plan.keys, strict=True))
+            check_still(job.sources, job.table, keys, plan.extents[table.extent[rows]].tolist())
         placement = Placement(table.length[rows], rows < plan.live_rows, ring.slot_bytes)
 
         def live_is_read() -> None:
