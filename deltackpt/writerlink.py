@@ -45,6 +45,7 @@ class WriterLink:
         self._on_result, self._on_retired = on_result, on_retired
         self._client: WriterClient | None = None
         self._ring_bytes = 0
+        self._uuid = ""  # of the store, once a writer has opened it
 
     def get(self, state_bytes: int) -> WriterClient:
         """The living client, or a new one; also a new one when the ring became far too small.
@@ -53,6 +54,8 @@ class WriterLink:
         """
         wanted = self._wanted_ring(state_bytes)
         client = self._client
+        if client is not None:
+            self._uuid = client.store_uuid or self._uuid
         if client is not None and client.alive:
             if client.pending or wanted <= 1.25 * self._ring_bytes:
                 return client
@@ -72,7 +75,7 @@ class WriterLink:
             options=WriterOptions(
                 codec=options.codec, lock_timeout=options.lock_timeout,
                 versions={"deltackpt": __version__, "torch": str(torch.__version__)},
-                keep=None if options.keep is None else keep_of(options.keep),
+                keep=None if options.keep is None else keep_of(options.keep), expect=self._uuid,
             ),
         )  # fmt: skip
         self._client, self._ring_bytes = new, wanted

@@ -131,6 +131,11 @@ class WriterClient:
         return os.getpid() == self._pid and self._error is None and not self._closed
 
     @property
+    def store_uuid(self) -> str:
+        """The uuid (hex) of the store that the writer has opened; "" while it has not."""
+        return "" if self._ready is None else self._ready.store_uuid
+
+    @property
     def error(self) -> DeltackptError | None:
         """Why the writer is of no more use; None while it is, and after a clean close."""
         return self._error

@@ -286,6 +286,15 @@ def make_directories(io: FileIO, path: str) -> None:
         io.sync_directory(os.path.dirname(directory))
 
 
+def make_directory(io: FileIO, path: str) -> None:
+    """Create `path`, durable in its parent, which must exist (``FileNotFoundError``)."""
+    if io.exists(path):
+        return
+    with contextlib.suppress(FileExistsError):
+        io.mkdir(path)
+        io.sync_directory(os.path.dirname(path))
+
+
 def publish_bytes(io: FileIO, path: str, data: Buffer | list[Buffer]) -> None:
     """Create `path` with `data`, durable on return, whole or not at all, never overwriting.
 

@@ -137,7 +137,8 @@ class _Collection:
         _, marking, doomed = self._mark(())
         report = _report(marking, doomed)
         report.dry_run = True
-        report.generation = newest_number(self._io, self._root)
+        with contextlib.suppress(FileNotFoundError):  # never collected, and copied without gc/
+            report.generation = newest_number(self._io, self._root)
         return report
 
     def run(self, wait: Wait) -> GcReport:

@@ -67,6 +67,8 @@ class History(PinFiles):
     def runs(self) -> list[str]:
         """Names of all runs, sorted. CorruptionError when the store lost its ``runs``."""
         names = self._list("runs")
+        if names is None and not (self._list("packs") or self._list("manifests")):
+            return []  # nothing was ever saved, and a copy left out the empty folder
         if names is None:
             raise CorruptionError(
                 f"store {self.path} has lost its directory runs",

@@ -7,17 +7,19 @@ import secrets
 from collections.abc import Callable
 from threading import Event
 
-from deltackpt_store.errors import DeltackptError
-from deltackpt_store.fileio import FileIO, make_directories
+from deltackpt_store.errors import DeltackptError, NotFoundError
+from deltackpt_store.fileio import FileIO, make_directory
 from deltackpt_store.leases import Lease, make_reserve
 from deltackpt_store.lmdb_index import open_index
 from deltackpt_store.names import check_name
 from deltackpt_store.oserror import storage_error
-from deltackpt_store.protocol import Hello, ToTrainer
+from deltackpt_store.presence import make_empty_folders, vanished
+from deltackpt_store.protocol import Hello, ToTrainer, WriterOptions
 from deltackpt_store.ring import Ring
 from deltackpt_store.runlock import RunLock
 from deltackpt_store.session import RunWriter
 from deltackpt_store.store import Store
+from deltackpt_store.store_writer import FOLDERS
 
 
 def open_session(
@@ -36,11 +38,10 @@ def open_session(
     """
     check_name(hello.run, "run")
     path = os.fsdecode(hello.store)
-    store = Store.create(path, io=io) if hello.options.create else Store.open(path, io=io)
-    store.format.require("write", store.path)
+    store = _open(path, hello.options, io)
     directory = os.path.join(store.path, "runs", hello.run)
     try:
-        make_directories(store.io, directory)
+        make_directory(store.io, directory)
         lock = RunLock.acquire(
             directory, hello.run, timeout=hello.options.lock_timeout, cancelled=gone.wait
         )
@@ -62,3 +63,19 @@ def open_session(
         raise
     send(session.ready())
     return session
+
+
+def _open(path: str, options: WriterOptions, io: FileIO | None) -> Store:
+    """The store to write to; one that was there before is not made anew when it has vanished."""
+    if not options.expect:
+        store = Store.create(path, io=io) if options.create else Store.open(path, io=io)
+    else:
+        try:
+            store = Store.open(path, io=io)
+        except NotFoundError as error:
+            raise vanished(path) from error
+        if store.uuid.hex() != options.expect:
+            raise vanished(store.path, "another store was put in its place")
+    store.format.require("write", store.path)
+    make_empty_folders(store.io, store.path, FOLDERS)
+    return store

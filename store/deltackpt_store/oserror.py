@@ -6,6 +6,7 @@ import errno
 
 from deltackpt_store.errors import StorageError
 
+_FOLDERS = ("/pins", "/manifests", "/packs")
 _HINTS = {
     errno.ENOSPC: "free some space on that file system; earlier steps are intact",
     errno.EDQUOT: "the disk quota is used up; earlier steps are intact",
@@ -33,9 +34,12 @@ def storage_error(error: OSError, doing: str, path: str) -> StorageError:
     culprit = error.filename
     if isinstance(culprit, str) and culprit != path and "/.tmp-" not in culprit:
         reason = f"{culprit}: {reason}"
+    hint = _HINTS.get(code) if code is not None else None
+    if code == errno.ENOENT and str(culprit or path).endswith(_FOLDERS):
+        hint = f"a store copied without its empty folders lacks it: mkdir {culprit or path}"
     return StorageError(
         f"cannot {doing} {path}: {reason}",
-        hint=_HINTS.get(code) if code is not None else None,
+        hint=hint,
         errno=code,
         path=path,
     )

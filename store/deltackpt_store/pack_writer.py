@@ -19,7 +19,7 @@ from deltackpt_store.fileio import (
     Buffer,
     FileIO,
     discard,
-    make_directories,
+    make_directory,
     temporary_name,
 )
 from deltackpt_store.oserror import storage_error
@@ -215,7 +215,7 @@ class PackFile:
         """Write the batch (StorageError)."""
         try:
             if self._state == "new":
-                make_directories(self._io, os.path.dirname(self.path))
+                make_directory(self._io, os.path.dirname(self.path))
                 self._handle = self._io.create(self._temporary)
                 self._state = "open"
             if self._handle is None:

@@ -16,7 +16,7 @@ from deltackpt_store.errors import (
     NotFoundError,
     UnsupportedFormatError,
 )
-from deltackpt_store.fileio import publish_bytes
+from deltackpt_store.fileio import make_directory, publish_bytes
 from deltackpt_store.manifest import Commit
 from deltackpt_store.names import RETIRED_SUFFIX, check_name, is_name, number_name
 from deltackpt_store.oserror import storage_error
@@ -97,6 +97,7 @@ class PinFiles(RecordFiles):
         body = _PIN_MAGIC + msgspec.msgpack.encode(pin)
         path = f"{self.path}/pins/{name}"
         try:
+            make_directory(self.io, f"{self.path}/pins")
             publish_bytes(self.io, path, body + blake3(body).digest())
         except FileExistsError:
             held = self.read_pin(name)

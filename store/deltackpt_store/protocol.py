@@ -50,7 +50,8 @@ class WriterOptions(msgspec.Struct, frozen=True, kw_only=True):
     `lock_timeout` (seconds) bounds the wait for an earlier writer of the same run that is still
     finishing; `nice` is added to the writer process's niceness; `shadow` keeps the chunks that
     later ones are coded against in memory, up to the size of the state, instead of reading them
-    from the store; `create` makes the store when the path does not exist; `versions` (of packages)
+    from the store; `create` makes the store when the path does not exist; `expect` is the uuid
+    (hex) of the store that must lie there, "" for any; `versions` (of packages)
     are recorded in every commit; `keep` is applied to the run after each commit.
     """
 
@@ -60,6 +61,7 @@ class WriterOptions(msgspec.Struct, frozen=True, kw_only=True):
     nice: int = 0
     shadow: bool = False
     create: bool = True
+    expect: str = ""
     versions: dict[str, str] = {}
     keep: Keep | None = None
 

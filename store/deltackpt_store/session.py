@@ -95,6 +95,7 @@ class RunWriter:
         self._dirty: set[int] = set()  # saves with blobs that no flush has made durable
         self._starving = False
         self._behind = False  # since the last commit
+        self._complaint = ""
         self._hurried = (0, 0)  # chunks and bytes encoded in a hurry before the last commit
 
     # messages ----------------------------------------------------------------------------------
@@ -142,8 +143,11 @@ class RunWriter:
                 refresh(self._index, store.io, store.path, staying, store_uuid=store.uuid)
                 self._index_is_old = False
                 self._adopt_base()
+            self._complaint = ""
         except StorageError as error:
-            _log.warning("%s", error)
+            if str(error) != self._complaint:  # said once, not every second
+                _log.warning("%s", error)
+            self._complaint = str(error)
 
     def close(self) -> None:
         """Drop what is not committed and let the run go. Nothing is sent."""
@@ -439,7 +443,9 @@ class RunWriter:
         self._release()
 
     def _settle(self, save: int, error: Exception) -> None:
-        if not isinstance(error, DeltackptError):
+        if isinstance(error, DeltackptError):
+            error = self._writer.explain(error)
+        else:
             _log.error("save %d failed", save, exc_info=error)
         self._active.pop(save, None)
         self._intake.failed(save)

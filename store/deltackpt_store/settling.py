@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator
 
 from deltackpt_store import leases
 from deltackpt_store.errors import ConflictError, StorageError
-from deltackpt_store.fileio import FileIO
+from deltackpt_store.fileio import FileIO, make_directory
 from deltackpt_store.generation import newest_number
 from deltackpt_store.oserror import storage_error
 
@@ -33,6 +33,7 @@ def collection_lock(io: FileIO, root: str) -> Generator[None]:
     """
     path = f"{root}/{LOCK}"
     try:
+        make_directory(io, f"{root}/gc")
         handle = leases.with_reserve(io, root, lambda: io.lock(path, create=True))
     except BlockingIOError as error:
         raise ConflictError(

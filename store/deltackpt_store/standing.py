@@ -74,7 +74,7 @@ class Standing:
             # Not heeded, so not acknowledged: the collection waits, and commits are safe.
             _log.warning("%s", error)
             return False
-        protected = self._protected()
+        protected = self.leased
         claims = claim(generation) if protected else NOTHING
         if not protected:
             self.strict = True
@@ -94,7 +94,9 @@ class Standing:
         except StorageError as error:
             _log.warning("%s", error)
 
-    def _protected(self) -> bool:
+    @property
+    def leased(self) -> bool:
+        """Whether the lease still lies in the store: no collection has passed this writer by."""
         return self._lease is not None and self._lease.intact()
 
     def _newest(self) -> int:
@@ -130,7 +132,7 @@ class Standing:
                 kind="commit-taken", run=commit.run, number=commit.number, step=commit.step,
                 hint="let one writer at a time save to a run, or give this one its own run",
             )  # fmt: skip
-        if self._protected():
+        if self.leased and not self.strict:
             return
         if number == self.seen and not self.strict:
             return

@@ -26,14 +26,16 @@ from deltackpt_store.errors import (
     DeltackptError,
     InvalidInputError,
     StateError,
+    StorageError,
 )
 from deltackpt_store.fileio import (
     Buffer,
     FileIO,
-    make_directories,
+    make_directory,
     publish_bytes,
     read_file,
 )
+from deltackpt_store.format_file import Format
 from deltackpt_store.generation import Generation
 from deltackpt_store.history import ancestors_after
 from deltackpt_store.index import ChunkIndex, MemoryIndex
@@ -46,7 +48,12 @@ from deltackpt_store.oserror import storage_error
 from deltackpt_store.pack import MAX_CHUNK_BYTES, Location, pack_path
 from deltackpt_store.pack_writer import BATCH_BYTES, PackBuilder, PackFile, sync_directory
 from deltackpt_store.recipes import Attempt, Coded, Recipe, Same, attempt
+from deltackpt_store.presence import KIND as VANISHED
+from deltackpt_store.presence import check_there, explain, make_empty_folders
 from deltackpt_store.standing import Standing
+
+FOLDERS = ("packs", "manifests", "runs", "gc")
+"""What a writer makes when it is missing: none of these tells anything by being empty."""
 
 PACK_BYTES = 64 * 1024 * 1024
 
@@ -60,6 +67,8 @@ class StoreLike(Protocol):
     def uuid(self) -> bytes: ...
     @property
     def io(self) -> FileIO: ...
+    @property
+    def format(self) -> Format: ...
 
 
 class Put(NamedTuple):
@@ -136,6 +145,7 @@ class StoreWriter:
         codecs.check_mode(codec)
         if pack_bytes < 1:
             raise InvalidInputError(f"pack_bytes must be positive, not {pack_bytes}")
+        store.format.require("write", store.path)
         self.writer = secrets.token_hex(8) if lease is None else lease.writer
         self._io = store.io
         self._root = store.path
@@ -177,7 +187,12 @@ class StoreWriter:
         What it condemns is not built upon from here on. Costs one directory listing. StorageError.
         """
         self._check_process()
-        moved = self._standing.heed(self._claims)
+        if not self._heeding:
+            make_empty_folders(self._io, self._root, FOLDERS)
+        try:
+            moved = self._standing.heed(self._claims)
+        except StorageError as error:
+            raise self.explain(error) from error
         self._heeding = True
         if not moved:
             return False
@@ -199,6 +214,20 @@ class StoreWriter:
         if self.heeded is not None:
             self.heeded()
         return True
+
+    def explain(self, error: DeltackptError) -> DeltackptError:
+        """`error`, or that the store is gone where that is behind it.
+
+        Nothing that was known of the store counts from then on: when it is back, chunks are looked
+        for again, and every commit is proved.
+        """
+        found = explain(self._io, self._root, error)
+        if found.kind == VANISHED:
+            self._standing.strict = True
+            self._confirmer.ban(self._standing.packs)
+            self._uncommitted = MemoryIndex()
+            self._durable.clear()
+        return found
 
     @property
     def absent_packs(self) -> frozenset[str]:
@@ -471,6 +500,8 @@ class StoreWriter:
             if self._open is not None:
                 self._finish_pack(self._open)
             self._thread.drain()
+            if self._sealed and not self._standing.leased:
+                check_there(self._io, self._root, self._uuid)
             packs, self._sealed = self._sealed, []
             for i, pack in enumerate(packs):
                 try:
@@ -483,9 +514,9 @@ class StoreWriter:
             for directory in sorted({os.path.dirname(pack_path(self._root, n)) for n in relied}):
                 sync_directory(self._io, directory)
         except DeltackptError as error:
-            self._failed = error
+            self._failed = self.explain(error)
             self._drop_unflushed()
-            raise
+            raise self._failed from error
         self._durable |= relied
         self._doubtful = set()
         self._unflushed = {}
@@ -622,7 +653,7 @@ class StoreWriter:
         a creation may be lost and the call repeated.
         """
         try:
-            make_directories(self._io, os.path.dirname(path))
+            make_directory(self._io, os.path.dirname(path))
             while True:
                 try:
                     publish_bytes(self._io, path, data)
@@ -635,7 +666,7 @@ class StoreWriter:
                 self._io.sync_directory(os.path.dirname(path))
                 return True
         except OSError as error:
-            raise storage_error(error, doing, path) from error
+            raise self.explain(storage_error(error, doing, path)) from error
 
     # state ---------------------------------------------------------------------------------
 

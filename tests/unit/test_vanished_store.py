@@ -1,0 +1,220 @@
+"""Prevents: a store that is deleted, moved or replaced under a running training is made anew, half,
+at the old path, and saves go on into it; and a copy without its empty folders is of no use."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from deltackpt_store.client import WriterClient
+from deltackpt_store.errors import (
+    DeltackptError,
+    StorageError,
+    UnsupportedFormatError,
+    WriterError,
+)
+from deltackpt_store.format_file import FORMAT_NAME, encode_format
+from deltackpt_store.gc import collect
+from deltackpt_store.retention import retire
+from deltackpt_store.store import Store
+from deltackpt_store.store_writer import StoreWriter
+from deltackpt_store.verify import verify
+from toy_trainer import CHUNK, SEED, ToyTrainer, check_run
+
+import deltackpt
+
+FOLDERS = ("packs", "manifests", "runs", "pins", "gc", "quarantine", "cache")
+
+
+@pytest.fixture
+def trainer(tmp_path: Path) -> Iterator[ToyTrainer]:
+    client = WriterClient(tmp_path / "store", "main", seed=SEED, ring_bytes=8 * CHUNK,
+                          slot_bytes=4 * CHUNK, mode="thread")  # fmt: skip
+    yield ToyTrainer(client)
+    client.close(60)
+
+
+def refused(trainer: ToyTrainer, step: int) -> StorageError:
+    last = trainer.table, trainer.relative
+    with pytest.raises(StorageError) as caught:
+        trainer.save_now(step)
+    trainer.table, trainer.relative = last  # what comes next is relative to what is durable
+    assert caught.value.kind == "store-vanished"
+    assert "put it back" in str(caught.value)
+    return caught.value
+
+
+def test_a_store_that_was_moved_away_and_back(trainer: ToyTrainer, tmp_path: Path) -> None:
+    path, away = tmp_path / "store", tmp_path / "away"
+    trainer.save_now(1)
+    path.rename(away)
+    for step in (2, 3):
+        assert str(path) in str(refused(trainer, step))
+        assert not path.exists()
+    away.rename(path)
+    for step in (4, 5):
+        trainer.save_now(step)
+    assert check_run(str(path)) == [1, 4, 5]
+    assert verify(Store.open(path), level="restore").ok
+
+
+def test_a_store_that_was_deleted_and_put_back_from_a_copy(
+    trainer: ToyTrainer, tmp_path: Path
+) -> None:
+    path, copy = tmp_path / "store", tmp_path / "copy"
+    trainer.save_now(1)
+    shutil.copytree(path, copy, ignore=shutil.ignore_patterns("cache", "leases", "reserve"))
+    shutil.rmtree(path)
+    refused(trainer, 2)
+    assert not path.exists()
+    shutil.copytree(copy, path)
+    for step in (3, 4):
+        trainer.save_now(step)
+    assert check_run(str(path)) == [1, 3, 4]
+    assert verify(Store.open(path), level="restore").ok
+
+
+def test_an_older_copy_gets_no_step_that_needs_what_it_lacks(
+    trainer: ToyTrainer, tmp_path: Path
+) -> None:
+    path, copy = tmp_path / "store", tmp_path / "copy"
+    trainer.save_now(1)
+    shutil.copytree(path, copy, ignore=shutil.ignore_patterns("cache"))
+    trainer.save_now(2)
+    shutil.rmtree(path)
+    refused(trainer, 3)
+    shutil.copytree(copy, path)
+    with contextlib.suppress(DeltackptError):
+        trainer.save_now(4)
+    assert verify(Store.open(path), level="restore").ok
+
+
+@pytest.mark.parametrize("there", ["nothing", "an empty folder", "another store", "a file"])
+def test_nothing_is_made_at_the_old_path(trainer: ToyTrainer, tmp_path: Path, there: str) -> None:
+    path = tmp_path / "store"
+    trainer.save_now(1)
+    path.rename(tmp_path / "away")
+    if there == "an empty folder":
+        path.mkdir()
+    elif there == "another store":
+        Store.create(path)
+    elif there == "a file":
+        path.write_text("mine")
+    before = sorted(tmp_path.rglob("*"))
+    told = refused(trainer, 2)
+    assert sorted(p for p in tmp_path.rglob("*") if "/packs/" not in str(p)) == [
+        p for p in before if "/packs/" not in str(p)
+    ]
+    assert not list(path.glob("packs/*/*"))
+    assert there != "another store" or "another store" in str(told)
+
+
+def test_a_new_writer_makes_no_new_store(tmp_path: Path) -> None:
+    """The writer process dies while the store is away: the next one must not begin afresh."""
+    path, away = tmp_path / "store", tmp_path / "away"
+    model = torch.nn.Linear(64, 64)
+    ckpt = deltackpt.Checkpointer(path, {"model": model}, overlap=False)
+    ckpt.save(1).result()
+    client = ckpt._pipeline._link._client  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue] - to kill it
+    path.rename(away)
+    os.kill(client.writer_pid, signal.SIGKILL)
+    failures: list[str] = []
+    for step in (2, 3, 4):
+        with pytest.raises((StorageError, WriterError)) as caught:
+            ckpt.save(step).result()
+        failures.append(caught.value.kind)
+        assert not path.exists()
+    assert failures[-1] == "store-vanished"
+    away.rename(path)
+    saved = False
+    for step in range(5, 9):  # the failures may be raised once more by the calls that come next
+        with contextlib.suppress(DeltackptError):
+            saved = ckpt.save(step).result() is not None or saved
+    assert saved
+    with contextlib.suppress(DeltackptError):
+        ckpt.close()
+    assert deltackpt.steps(path)[0] == 1
+    assert verify(Store.open(path), level="restore").ok
+
+
+# copies -----------------------------------------------------------------------------------------
+
+
+def stripped(path: Path) -> None:
+    """As git or an object store copies it: without empty folders and disposable files."""
+    shutil.rmtree(path / "cache", ignore_errors=True)
+    for name in ("leases", "holds", "acks"):
+        shutil.rmtree(path / "gc" / name, ignore_errors=True)
+    (path / "gc/lock").unlink(missing_ok=True)
+    (path / "gc/reserve").unlink(missing_ok=True)
+    for folder in sorted((p for p in path.rglob("*") if p.is_dir()), reverse=True):
+        if not any(folder.iterdir()):
+            folder.rmdir()
+
+
+def test_a_copy_without_empty_folders_is_read_and_written(
+    trainer: ToyTrainer, tmp_path: Path
+) -> None:
+    trainer.save_now(1)
+    trainer.save_now(2)
+    trainer.client.close(60)
+    path = tmp_path / "store"
+    stripped(path)
+    assert not (path / "gc").exists()
+    assert not (path / "pins").exists()
+    assert check_run(str(path)) == [1, 2]
+    store = Store.open(path)
+    assert store.pins() == {}
+    assert verify(store, level="restore").ok
+    (path / "pins").mkdir()
+    assert collect(store, dry_run=True).nothing
+    with StoreWriter(store) as writer:
+        put = writer.put(b"x" * 1000)
+        assert writer.flush() == [put.pack]
+    assert (path / "gc/leases").exists()
+
+
+def test_a_copy_without_pins_says_how_to_collect_it(trainer: ToyTrainer, tmp_path: Path) -> None:
+    """Pins that were lost must not let steps be deleted, so nobody makes that folder by itself."""
+    trainer.save_now(1)
+    trainer.save_now(2)
+    trainer.client.close(60)
+    path = tmp_path / "store"
+    store = Store.open(path)
+    retire(store, [store.find("main", 1)])
+    stripped(path)
+    with pytest.raises(StorageError, match="pins") as caught:
+        collect(store)
+    assert f"mkdir {path}/pins" in str(caught.value)
+    store.pin("best", store.find("main", 2))
+    assert collect(store).commits == [("main", 1)]
+
+
+def test_an_empty_store_without_folders(tmp_path: Path) -> None:
+    store = Store.create(tmp_path / "store")
+    stripped(tmp_path / "store")
+    assert os.listdir(store.path) == [FORMAT_NAME]
+    assert store.runs() == []
+    assert verify(store).ok
+    with StoreWriter(Store.open(store.path)) as writer:
+        writer.put(b"x" * 1000)
+        writer.flush()
+    assert Store.open(store.path).packs.names()
+
+
+def test_a_store_that_a_newer_package_must_write(tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    made = Store.create(path)
+    newer = msgspec.structs.replace(made.format, write=("tomorrow",))
+    (path / FORMAT_NAME).write_bytes(encode_format(newer))
+    with pytest.raises(UnsupportedFormatError, match="tomorrow") as caught:
+        StoreWriter(Store.open(path))
+    assert "upgrade" in str(caught.value)
+    assert sorted(os.listdir(path / "gc")) == []
