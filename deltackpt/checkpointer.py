@@ -264,14 +264,14 @@ class Checkpointer:
             live=None if overlap else _everything,
             previous=previous,
             pool=self._pool,
+            copied=self._pipeline.restless.paths if overlap else (),
         )
+        if captured.signs and not self._pipeline.comparable:
+            overlap = False  # nothing could prove that what ought to be still has been so
         if not self._warned and (previous is None or previous.layout is not captured.layout):
             self._warned = warn_of_missing_parameters(captured)
         self._previous = captured
-            copied=self._pipeline.restless.paths if overlap else (),
         request = Request(
-        if captured.signs and not self._pipeline.comparable:
-            overlap = False  # nothing could prove that what ought to be still has been so
             step=step, metrics=checked, environment=self._environment, overwrite=overwrite,
             overlap=overlap, skipped=self._skipped,
         )  # fmt: skip
@@ -285,10 +285,6 @@ class Checkpointer:
             self._observers(Preempted(self._options.run, step, number))
         return Save(progress)
 
-    def _drop(self, step: int, started: float) -> Save:
-        """A save that on_busy does not make; with "coalesce" a later call makes up for it."""
-        policy = self._options.on_busy
-        progress = SaveProgress(self._options.run, step, _no_delivery, started)
     def _may_overlap(self) -> bool:
         """Whether training may go on while a save that begins now reads live tensors."""
         return (
@@ -299,6 +295,10 @@ class Checkpointer:
             and has_optimizer(self._state)
         )
 
+    def _drop(self, step: int, started: float) -> Save:
+        """A save that on_busy does not make; with "coalesce" a later call makes up for it."""
+        policy = self._options.on_busy
+        progress = SaveProgress(self._options.run, step, _no_delivery, started)
         self._skipped += 1
         if policy == "coalesce":
             self._deferred = True
@@ -402,11 +402,11 @@ class Checkpointer:
             try:
                 self._save_final()
                 self._wait_idle(None)
+                self._save_torn()
             except DeltackptError as error:
                 failure = error
             finally:
                 self._release()
-                self._save_torn()
             failure = failure or self._pipeline.take_error()
         if failure is not None:
             raise failure
@@ -451,16 +451,16 @@ class Checkpointer:
             self._wait_idle(None)
             raise failure
 
-    def _release(self) -> None:
-        self._calls.closed = True
-        self._guard.remove()
-        self._signals.uninstall()
     def _save_torn(self) -> None:
         """Make up for a last save that was torn, where the loop tells its steps."""
         if self._options.final and self._newest_step is not None and self._pipeline.torn:
             self._save(self._newest_step, None, must=True)
             self._wait_idle(None)
 
+    def _release(self) -> None:
+        self._calls.closed = True
+        self._guard.remove()
+        self._signals.uninstall()
         self._finalizer.detach()
         self._pipeline.close(self._options.durable_timeout)
         self._previous = None

@@ -39,12 +39,12 @@ from .cuda.split import SplitStager
 from .options import Options
 from .outcome import report_of, timed_out, typed_error
 from .report import SaveProgress, SaveReport
+from .restless import Restless, is_torn
 from .stage import Job, Stager, Staging, versions_of, with_copies
 from .steporder import StepOrder
-from .restless import Restless, is_torn
+from .witness import Notary, Witness
 from .writerlink import WriterLink
 
-from .witness import Notary, Witness
 _log = logging.getLogger("deltackpt")
 
 MAX_IN_FLIGHT = 2
@@ -59,10 +59,10 @@ class Request:
     metrics: dict[str, float]
     environment: bytes
     overwrite: bool
-    skipped: int
-    """Saves that were dropped since the last accepted one."""
     overlap: bool
     """Whether training goes on while live tensors are read."""
+    skipped: int
+    """Saves that were dropped since the last accepted one."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -79,9 +79,9 @@ class _Task:
     restored: Commit | None = None
     versions: dict[int, int] = dataclasses.field(default_factory=dict[int, int])
     marks: Any = None
+    witness: Witness | None = None
     taken: bool = False
     client: WriterClient | None = None
-    witness: Witness | None = None
     save: int = 0
     names_parent: bool = False
     staging: Staging | None = None
@@ -105,9 +105,9 @@ class SavePipeline:
         self._store, self._options, self._observers = store, options, observers
         self._order = order
         self._stager = stager or SplitStager(seed=seed, threads=options.threads)
+        self._notary = Notary(seed)
         self._link = WriterLink(
             store.path, options, seed, max_in_flight=MAX_IN_FLIGHT, on_result=self._on_result,
-        self._notary = Notary(seed)
             on_retired=self._on_retired,
         )  # fmt: skip
         self._condition = threading.Condition()
@@ -120,15 +120,15 @@ class SavePipeline:
         self._threads: list[threading.Thread] = []
         self.last: SaveReport | None = None
         """The newest durable save."""
-
-    # training thread -------------------------------------------------------------------------
-
         self._newest: SaveProgress | None = None  # accepted last
         self.restless = Restless()
         self.torn = False
         """A save was torn, and none has been accepted since."""
         self.comparable = False
         """Saves have been accepted, and none failed since: they tell what has not changed."""
+
+    # training thread -------------------------------------------------------------------------
+
     @property
     def in_flight(self) -> tuple[int, ...]:
         """Steps accepted and neither durable nor failed, oldest first."""
@@ -159,14 +159,14 @@ class SavePipeline:
         task = _Task(progress, self._deadline(), capture, request)
         task.versions = versions_of(capture.sources)
         task.marks = self._stager.mark(capture.sources)
-        progress.captured()
-        self._accept(task)
-        return progress
         if request.overlap:
             task.witness = self._notary.note(capture.layout, capture.sources)
         with self._condition:
             self._newest, self.comparable = progress, True
             self._forget_torn()
+        progress.captured()
+        self._accept(task)
+        return progress
 
     def restored(self, commit: Commit, capture: Capture | None) -> None:
         """The live objects now hold `commit`: later saves continue it. Nothing is in flight.
@@ -175,11 +175,11 @@ class SavePipeline:
         the background, so that the next save stages only what training changed.
         """
         with self._condition:
+            self.comparable = False
+            self._forget_torn()
             self._baselines.restored(commit)
             self._order.restored(commit)
         if capture is not None:
-            self.comparable = False
-            self._forget_torn()
             progress = SaveProgress(commit.run, commit.step, self._delivered, time.perf_counter())
             task = _Task(progress, self._deadline(), capture, restored=commit)
             task.marks = self._stager.mark(capture.sources)
@@ -449,6 +449,7 @@ class SavePipeline:
                 self._errors[id(task.progress)] = error
                 self.torn = True
             self._baselines.failed()
+            self.comparable = False
         error.context.setdefault("step", task.progress.step)
         error.context.setdefault("run", task.progress.run)
         if is_torn(error):
@@ -464,7 +465,12 @@ class SavePipeline:
             if task in self._tasks:
                 self._tasks.remove(task)
             self._condition.notify_all()
-            self.comparable = False
+
+    def _forget_torn(self) -> None:
+        """What was torn is made up for, or of no interest any more. Under the condition."""
+        self.torn = False
+        for key in [key for key, error in self._errors.items() if is_torn(error)]:
+            del self._errors[key]
 
     def _delivered(self, progress: SaveProgress) -> None:
         with self._condition:
@@ -473,9 +479,3 @@ class SavePipeline:
 
 def _nothing() -> None:
     """Wakes the finishing thread."""
-    def _forget_torn(self) -> None:
-        """What was torn is made up for, or of no interest any more. Under the condition."""
-        self.torn = False
-        for key in [key for key, error in self._errors.items() if is_torn(error)]:
-            del self._errors[key]
-
