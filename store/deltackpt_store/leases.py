@@ -41,7 +41,8 @@ LEASES = "gc/leases"
 ACKS = "gc/acks"
 HOLDS = "gc/holds"
 RESERVE = "gc/reserve"
-RESERVE_BYTES = 64 * 1024
+RESERVE_BYTES = 512 * 1024
+"""XFS makes no file, not even an empty one, unless about 60 blocks are free."""
 
 _T = TypeVar("_T")
 _ACK_MAGIC = b"DCKPTAK\x01"
@@ -321,13 +322,12 @@ def holder(io: FileIO, root: str, writer: str) -> str:
 
 
 def make_reserve(io: FileIO, root: str) -> None:
-    """Set 64 KiB aside for records of a full disk, if there is ample space; best effort."""
-    path = f"{root}/{RESERVE}"
+    """Set space aside for records of a full disk, if there is ample space; best effort."""
     with contextlib.suppress(OSError):
-        if io.exists(path) or io.free_bytes(root) < 64 * RESERVE_BYTES:
+        if _reserved(io, root) >= RESERVE_BYTES or io.free_bytes(root) < 8 * RESERVE_BYTES:
             return
-        # Random: a file system that compresses or leaves holes must set the space aside as well.
-        publish_bytes(io, path, secrets.token_bytes(RESERVE_BYTES))
+        free_reserve(io, root)
+        _set_aside(io, root, RESERVE_BYTES)
 
 
 def free_reserve(io: FileIO, root: str) -> bool:
@@ -340,13 +340,42 @@ def free_reserve(io: FileIO, root: str) -> bool:
 
 
 def with_reserve(io: FileIO, root: str, action: Callable[[], _T]) -> _T:
-    """Do `action`, once more without the reserve when the disk is full. OSError."""
+    """Do `action`, once more without the reserve when the disk is full. OSError.
+
+    What it leaves of the reserve is set aside again, for the next such record.
+    """
     try:
         return action()
     except OSError as error:
         if error.errno not in _FULL or not free_reserve(io, root):
             raise
+    try:
         return action()
+    finally:
+        for eighths in range(8, 0, -1):
+            if _set_aside(io, root, RESERVE_BYTES * eighths // 8):
+                break
+
+
+def _set_aside(io: FileIO, root: str, size: int) -> bool:
+    # Random: a file system that compresses or leaves holes must set the space aside as well.
+    try:
+        publish_bytes(io, f"{root}/{RESERVE}", secrets.token_bytes(size))
+    except OSError:
+        return False
+    return True
+
+
+def _reserved(io: FileIO, root: str) -> int:
+    """Bytes that are set aside. OSError."""
+    try:
+        handle = io.open(f"{root}/{RESERVE}")
+    except FileNotFoundError:
+        return 0
+    try:
+        return io.size(handle)
+    finally:
+        io.close(handle)
 
 
 # shared -----------------------------------------------------------------------------------------

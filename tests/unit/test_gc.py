@@ -34,7 +34,7 @@ from deltackpt_store.errors import (
     StorageError,
     UnsupportedFormatError,
 )
-from deltackpt_store.fileio import Buffer, FileIO, temporary_name
+from deltackpt_store.fileio import Buffer, FileIO, publish_bytes, temporary_name
 from deltackpt_store.gc import collect
 from deltackpt_store.generation import newest_number, read_generation
 from deltackpt_store.index import MemoryIndex
@@ -1072,6 +1072,21 @@ def test_a_full_disk_can_be_emptied(store: Store, new: Callable[..., Author], wr
         session.close()
     full.free = 1 << 30
     collect(on_full)
+    assert os.path.getsize(f"{store.path}/gc/reserve") == leases.RESERVE_BYTES
+
+
+# case 81
+def test_what_a_record_leaves_of_the_reserve_is_there_for_the_next(store: Store) -> None:
+    """A writer's acknowledgement must not take what the next collection needs."""
+    leases.make_reserve(IO, store.path)
+    full = FullDisk()
+    for name in "abc":
+        leases.with_reserve(
+            full, store.path, lambda n=name: publish_bytes(full, f"{store.path}/gc/{n}", b"x")
+        )
+    assert os.path.getsize(f"{store.path}/gc/reserve") > leases.RESERVE_BYTES // 2
+    full.free = 1 << 30
+    leases.make_reserve(full, store.path)
     assert os.path.getsize(f"{store.path}/gc/reserve") == leases.RESERVE_BYTES
 
 
