@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import itertools
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -31,6 +32,7 @@ class SimulatedDisk(FileIO):
         self._handles: dict[int, int] = {}
         self._locks: dict[int, int] = {}  # inode -> the handle that holds it
         self._numbers = itertools.count(1)
+        self._naming = threading.Lock()
 
     def mark(self, value: object) -> None:
         """Put `value` (an acknowledgement, say) into the journal at this point."""
@@ -84,13 +86,9 @@ class SimulatedDisk(FileIO):
 
     def create(self, path: str, mode: int = 0o666) -> int:
         directory, name = self._parent(path)
-        if name in self._tree.directories[directory]:
-            raise _os_error(errno.EEXIST, path)
         inode = self._new()
         self._tree.files[inode] = bytearray()
-        self._tree.directories[directory][name] = inode
-        self._journal.append(Change("file", inode))
-        self._journal.append(Change("name", directory, name=name, target=inode))
+        self._take(directory, name, inode, path, Change("file", inode))
         return self._handle(inode)
 
     def write(self, handle: int, buffers: Sequence[Buffer], offset: int) -> int:
@@ -116,10 +114,7 @@ class SimulatedDisk(FileIO):
     def link(self, source: str, target: str) -> None:
         inode = self._existing(source)
         directory, name = self._parent(target)
-        if name in self._tree.directories[directory]:
-            raise _os_error(errno.EEXIST, target)
-        self._tree.directories[directory][name] = inode
-        self._journal.append(Change("name", directory, name=name, target=inode))
+        self._take(directory, name, inode, target)
 
     def replace(self, source: str, target: str) -> None:
         inode = self._existing(source)
@@ -144,13 +139,9 @@ class SimulatedDisk(FileIO):
 
     def mkdir(self, path: str) -> None:
         directory, name = self._parent(path)
-        if name in self._tree.directories[directory]:
-            raise _os_error(errno.EEXIST, path)
         inode = self._new()
         self._tree.directories[inode] = {}
-        self._tree.directories[directory][name] = inode
-        self._journal.append(Change("directory", inode))
-        self._journal.append(Change("name", directory, name=name, target=inode))
+        self._take(directory, name, inode, path, Change("directory", inode))
 
     def rmdir(self, path: str) -> None:
         inode = self._existing(path)
@@ -207,6 +198,15 @@ class SimulatedDisk(FileIO):
         return 1 << 40
 
     # helpers -------------------------------------------------------------------------------
+
+    def _take(self, directory: int, name: str, inode: int, path: str, *before: Change) -> None:
+        """Give `inode` a name that nobody has."""
+        with self._naming:
+            if name in self._tree.directories[directory]:
+                raise _os_error(errno.EEXIST, path)
+            self._tree.directories[directory][name] = inode
+            self._journal.extend(before)
+            self._journal.append(Change("name", directory, name=name, target=inode))
 
     def _new(self) -> int:
         return next(self._numbers)  # atomic: a writer may use a thread of its own for files
