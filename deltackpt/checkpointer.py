@@ -92,6 +92,7 @@ class Checkpointer:
         ring_bytes: int | None = None,
         chunk_bytes: int = CHUNK_BYTES,
         codec: str = "auto",
+        shadow: bool = False,
         overlap: bool = True,
         on_busy: OnBusy = "wait",
         on_error: OnError = "raise",
@@ -112,6 +113,9 @@ class Checkpointer:
         `keep`: retention after each durable step. `writer`: a process of its own, or a thread.
         `ring_bytes`: bound of the staging memory; by default the smaller of the state's size and
         half of the free memory. `chunk_bytes`: unit of detection and storage.
+        `codec`: "auto", "fast", "small" or "none". `shadow`: let the writer keep up to twice the
+        state in memory, to code against it without reading, and to predict what Adam and AdamW make
+        of their state in one step: saves of every step then take a third of the bytes.
         `overlap`: stage while training goes on. `on_busy`: what a save does while two are in
         flight: "wait"; "skip" it; or "coalesce": take no save now, but one at the first later call
         of `step` or `save` that finds room, of the state and under the step of *that* call.
@@ -126,7 +130,7 @@ class Checkpointer:
         """
         options = check_options(
             run=run, every=every, keep=keep, writer=writer, ring_bytes=ring_bytes,
-            chunk_bytes=chunk_bytes, codec=codec, overlap=overlap, on_busy=on_busy,
+            chunk_bytes=chunk_bytes, codec=codec, shadow=shadow, overlap=overlap, on_busy=on_busy,
             on_error=on_error, durable_timeout=durable_timeout, lock_timeout=lock_timeout,
             rng=rng, threads=threads, final=final,
         )  # fmt: skip

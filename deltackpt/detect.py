@@ -82,6 +82,18 @@ def plan_units(layout: Layout, extents: Sequence[int], unit_bytes: int = UNIT_BY
     return units
 
 
+def staging_order(layout: Layout, extents: Sequence[int]) -> list[int]:
+    """What helps the writer to store other tensors goes before these: exp_avg, by which the rest of
+    an Adam state is predicted, first; 16-bit tensors, which may follow from float32 ones, last."""
+    keys = extent_keys(layout)
+
+    def rank(extent: int) -> int:
+        path, _, dtype, *_ = keys[extent]
+        return 0 if path.endswith("/exp_avg") else 2 if dtype in ("bfloat16", "float16") else 1
+
+    return sorted(extents, key=rank)
+
+
 class LayoutPlan:
     """What is the same for every save with one layout: extent keys, and work cut into units.
 
@@ -99,8 +111,8 @@ class LayoutPlan:
         self.layout = layout
         self.keys = extent_keys(layout)
         self.live_extents, self.private_extents = tuple(live), tuple(private)
-        self.live = plan_units(layout, live, unit_bytes)
-        self.private = plan_units(layout, private, unit_bytes)
+        self.live = plan_units(layout, staging_order(layout, live), unit_bytes)
+        self.private = plan_units(layout, staging_order(layout, private), unit_bytes)
         specs = [layout.extents[extent] for extent in (*live, *private)]
         self.chunks = sum(spec.chunk_count for spec in specs)
         bulk = sum(spec.nbytes for spec in specs if spec.nbytes > GIL_FREE_BYTES)

@@ -32,6 +32,7 @@ class Options:
     ring_bytes: int | None = None
     chunk_bytes: int = CHUNK_BYTES
     codec: str = "auto"
+    shadow: bool = False
     overlap: bool = True
     on_busy: OnBusy = "wait"
     on_error: OnError = "raise"
@@ -51,8 +52,8 @@ class Options:
 def check_options(
     *,
     run: Any, every: Any, keep: Any, writer: Any, ring_bytes: Any, chunk_bytes: Any, codec: Any,
-    overlap: Any, on_busy: Any, on_error: Any, durable_timeout: Any, lock_timeout: Any, rng: Any,
-    threads: Any, final: Any,
+    shadow: Any, overlap: Any, on_busy: Any, on_error: Any, durable_timeout: Any,
+    lock_timeout: Any, rng: Any, threads: Any, final: Any,
 ) -> Options:  # fmt: skip
     """Make :class:`Options` of what a user wrote; `InvalidInputError` names the option."""
     if keep is not None and not isinstance(keep, Keep):
@@ -65,7 +66,9 @@ def check_options(
     _choice("codec", codec, CODECS)
     _choice("on_busy", on_busy, ("wait", "skip", "coalesce"))
     _choice("on_error", on_error, ("raise", "warn"))
-    for name, value in (("overlap", overlap), ("rng", rng), ("final", final)):
+    for name, value in (
+        ("shadow", shadow), ("overlap", overlap), ("rng", rng), ("final", final),
+    ):  # fmt: skip
         _choice(name, value, (True, False))
     _check_chunk_bytes(chunk_bytes)
     if ring_bytes is not None:
@@ -81,8 +84,8 @@ def check_options(
     _whole("threads", threads, 1, 256)
     return Options(
         run=check_name(run, "run"), every=check_every(every), keep=keep, writer=writer,
-        ring_bytes=ring_bytes, chunk_bytes=chunk_bytes, codec=codec, overlap=overlap,
-        on_busy=on_busy, on_error=on_error, durable_timeout=float(durable_timeout),
+        ring_bytes=ring_bytes, chunk_bytes=chunk_bytes, codec=codec, shadow=shadow,
+        overlap=overlap, on_busy=on_busy, on_error=on_error, durable_timeout=float(durable_timeout),
         lock_timeout=float(lock_timeout), rng=rng, threads=threads, final=final,
     )  # fmt: skip
 

@@ -30,9 +30,11 @@ import msgspec
 from deltackpt_store.client import Outcome, WriterClient
 from deltackpt_store.errors import DeltackptError, StateError
 from deltackpt_store.manifest import Commit, Layout
+from deltackpt_store.protocol import AdamTensors
 from deltackpt_store.store import Store
 
 from . import events, lifecycle
+from .adam import AdamStates
 from .baseline import Baseline, Baselines, proven_table
 from .capture import Capture
 from .cuda.split import SplitStager
@@ -115,6 +117,7 @@ class SavePipeline:
         self._errors: dict[int, DeltackptError] = {}  # id of progress -> not yet delivered
         self._baselines = Baselines()
         self._layout: tuple[Layout, bytes] | None = None
+        self._adam: AdamStates | None = None
         self._actions: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._stopping = False
         self._threads: list[threading.Thread] = []
@@ -359,6 +362,7 @@ class SavePipeline:
         """Open the save at the writer; returns what it is relative to."""
         if self._layout is None or self._layout[0] is not task.capture.layout:
             self._layout = (task.capture.layout, msgspec.msgpack.encode(task.capture.layout))
+        adam = self._adam_tensors(task.capture)
         with self._condition:  # held, so that no outcome comes before the save is known
             baseline = self._baselines.best_for(client)
             named = any(t.names_parent for t in self._tasks)
@@ -366,10 +370,18 @@ class SavePipeline:
             task.save = client.begin(
                 step=request.step, layout=self._layout[1], overwrite=request.overwrite,
                 relative=baseline.save if baseline.commit is None else None,
-                relative_commit=baseline.commit, parent=parent,
+                relative_commit=baseline.commit, parent=parent, adam=adam,
             )  # fmt: skip
             task.client, task.names_parent = client, parent is not None
             return baseline
+
+    def _adam_tensors(self, capture: Capture) -> list[AdamTensors]:
+        """What the writer needs to know to predict optimizer states, if it is to."""
+        if not self._options.shadow:
+            return []
+        if self._adam is None or self._adam.layout is not capture.layout:
+            self._adam = AdamStates(capture)
+        return self._adam.tensors(capture)
 
     # finishing thread ------------------------------------------------------------------------
 

@@ -73,7 +73,7 @@ class WriterLink:
             mode=options.writer, max_in_flight=self._max_in_flight, on_result=receive,
             on_retired=self._on_retired,
             options=WriterOptions(
-                codec=options.codec, lock_timeout=options.lock_timeout,
+                codec=options.codec, shadow=options.shadow, lock_timeout=options.lock_timeout,
                 versions={"deltackpt": __version__, "torch": str(torch.__version__)},
                 keep=None if options.keep is None else keep_of(options.keep), expect=self._uuid,
             ),
