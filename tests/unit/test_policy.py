@@ -111,7 +111,8 @@ def test_good_retention() -> None:
     [("chunk_bytes", value) for value in (0, 1, 1023, 1025, 4 << 30, -1024, 1024.0, True, None)]
     + [("ring_bytes", value) for value in (0, 1, -1, 4096, "1G", 1.5)]
     + [("writer", "thread pool"), ("codec", "zip"), ("on_busy", "drop"), ("on_error", "ignore")]
-    + [("shadow", 1), ("overlap", "yes"), ("rng", 1), ("final", None), ("threads", 0), ("threads", 2.0)]
+    + [("shadow", 1), ("overlap", "yes"), ("rng", 1), ("final", None)]
+    + [("threads", 0), ("threads", 2.0)]
     + [("durable_timeout", 0), ("durable_timeout", -1), ("durable_timeout", float("nan"))]
     + [("lock_timeout", -1), ("lock_timeout", None), ("keep", 5), ("keep", {"last": 5})],
 )
