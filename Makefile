@@ -19,6 +19,7 @@ help:
 	@echo "make lint    style, types, layers, wheel content"
 	@echo "make bench   stall, bytes and restore time against other checkpointers"
 	@echo "make mutate  remove each guard of the store's promises and see that a test notices"
+	@echo "make lab     kernel crashes, disk replay, NFS, full and failing disks (root, Debian packages)"
 	@echo "make format  rewrite the sources in the project's style"
 	@echo "make venv    only the development environment, in $(VENV)"
 	@echo "make clean   remove build output, caches and the environment"
@@ -57,6 +58,10 @@ lint: $(DEV)
 	$(VENV)/bin/lint-imports --no-cache
 	$(PY) -m mypy tests/docs/consumer.py
 	$(PY) tools/check_wheel.py
+
+# Optional: asks for Debian packages and root, says what is missing, takes most of an hour.
+lab: $(DEV)
+	$(PY) -m lab $(ARGS)
 
 format: $(DEV)
 	$(PY) -m ruff check --fix .
