@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import Literal
 
 from deltackpt_store import protocol
+from deltackpt_store.descriptors import socket_pair
 from deltackpt_store.errors import DeltackptError, WriterError
 from deltackpt_store.fileio import FileIO
 from deltackpt_store.launch import Running, WriterProcess, WriterThread
@@ -57,7 +58,7 @@ class Connection:
         self.obituary = ""
         """How the writer ended, set before `on_end` is called."""
         self._running: Running | None = None
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        ours, theirs = socket_pair()
         self._channel = Channel(ours)
         self._theirs: socket.socket | None = theirs
         _connections.add(self)

@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from deltackpt_store import direct
+from deltackpt_store.descriptors import above_standard
 
 Buffer = bytes | bytearray | memoryview
 
@@ -40,7 +41,8 @@ class FileIO:
 
     def create(self, path: str, mode: int = 0o666) -> int:
         """Create `path` exclusively for writing (``FileExistsError`` when it exists)."""
-        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        return above_standard(os.open(path, flags, mode))
 
     def write(self, handle: int, buffers: Sequence[Buffer], offset: int) -> int:
         """Write all `buffers` at `offset`, looping over short writes; return bytes written.

@@ -18,6 +18,7 @@ import os
 import tempfile
 from typing import Any
 
+from deltackpt_store.descriptors import above_standard
 from deltackpt_store.errors import CorruptionError, InvalidInputError, StateError, StorageError
 
 DEFAULT_SLOT_BYTES = 4 * 1024 * 1024
@@ -56,7 +57,7 @@ class Ring:
         slots = min(MAX_SLOTS, max(1, ring_bytes // slot_bytes))
         fd = -1
         try:
-            fd = _memory_file(slots * slot_bytes)
+            fd = above_standard(_memory_file(slots * slot_bytes))
             return cls(fd, slots, slot_bytes)
         except (OSError, ValueError, OverflowError) as error:
             if fd >= 0:
