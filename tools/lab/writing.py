@@ -79,6 +79,7 @@ def _collect(path: str, io: FileIO | None, stop: threading.Event) -> None:
             report = collect(Store.open(path, io=io), timeout=120)
             tell(collected=len(report.packs))
             if not stop.wait(0.2):
+                tell(compacting=1)
                 compact(Store.open(path, io=io), min_live_share=0.9, timeout=120)
                 tell(compacted=1)
         except ConflictError:
