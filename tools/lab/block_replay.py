@@ -20,9 +20,9 @@ from lab.log_writes import FLUSH, FUA, Entry, apply, read_log
 from lab.outcome import Outcome
 from lab.workload import violations
 
-MEGABYTES = {"ext4": 48, "xfs": 300, "btrfs": 128}
+MEGABYTES = {"ext4": 192, "xfs": 320, "btrfs": 256}
 LOG_MEGABYTES = 1024
-STEPS = 24
+STEPS = 20
 
 
 def replay(kind: str, points: int, seed: int, work: Path, *, without: str = "") -> Outcome:

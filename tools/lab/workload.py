@@ -2,7 +2,8 @@
 
 ``weights``: float32, every element moves a little each step (chunks are stored as deltas).
 ``rows``: chunk c changes every c + 1 steps (chunks are found in older packs).
-``noise``: new at every step. One small tensor and one plain value travel inside the manifest.
+``noise``: new at every step, and large enough to be written past the page cache. One small tensor
+and one plain value travel inside the manifest.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ KEEP = 4
 
 _NAMES = ("weights", "rows", "noise", "small")
 _DTYPES = ("float32", "uint8", "uint8", "uint8")
-_SIZES = (12 * CHUNK + 400, 10 * CHUNK + 7, 3000, 24)
+_SIZES = (12 * CHUNK + 400, 10 * CHUNK + 7, (2 << 20) + 3000, 24)
 
 
 def _endless(*key: int, length: int) -> bytes:
@@ -80,7 +81,7 @@ class Trainer:
         lock_timeout: float = 60.0,
     ) -> None:  # fmt: skip
         self.client = WriterClient(
-            path, run, seed=SEED, ring_bytes=1 << 20, slot_bytes=4 * CHUNK, mode=mode, io=io,
+            path, run, seed=SEED, ring_bytes=16 << 20, slot_bytes=64 * CHUNK, mode=mode, io=io,
             options=WriterOptions(lock_timeout=lock_timeout, keep=keep), on_result=told,
         )  # fmt: skip
         self.layout = layout()
