@@ -6,6 +6,7 @@ a store on a read-only disk of another user works. What a save adds goes through
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections import OrderedDict
@@ -35,6 +36,7 @@ from deltackpt_store.format_file import (
 )
 from deltackpt_store.history import History
 from deltackpt_store.index import MemoryIndex
+from deltackpt_store.location import PROBE_PREFIX, check_location
 from deltackpt_store.manifest import Commit, Manifest, Snapshot
 from deltackpt_store.manifest_io import (
     MAX_MANIFEST_BYTES,
@@ -109,6 +111,9 @@ class Store(History):
         False an existing store is refused. A directory that holds anything else is refused
         untouched. `mode` are the permission bits of the directories made here (for example 0o2775
         for a group); the default follows the umask.
+
+        What a store needs of a file system is tried when it is first written to at a place:
+        StorageError (kind ``location``) when something vital does not work there.
         """
         io = io or FileIO()
         where = _absolute(path)
@@ -263,10 +268,12 @@ def _create(io: FileIO, path: str, exist_ok: bool, mode: int | None) -> Format:
         _refuse_foreign(io, path)
         if mode is not None and fresh:
             io.chmod(path, mode)
+        _probe(io, path, mode)
     elif not exist_ok:
         raise _exists(path)
     else:
         description.require("write", path)
+        _probe(io, path, mode)
     missing = [name for name in DIRECTORIES if not io.exists(f"{path}/{name}")]
     for name in missing:
         directory = f"{path}/{name}"
@@ -307,7 +314,7 @@ def _refuse_foreign(io: FileIO, path: str) -> None:
         name
         for name in names
         if not name.startswith(TEMPORARY_PREFIX)
-        and not (name in _OWN and not any(io.list(f"{path}/{name}")))
+        and not (name in _OWN and not any(map(_is_foreign, io.list(f"{path}/{name}"))))
     ]
     if foreign and not io.exists(f"{path}/{FORMAT_NAME}"):
         raise InvalidInputError(
@@ -318,6 +325,22 @@ def _refuse_foreign(io: FileIO, path: str) -> None:
             else "name a new or empty directory",
             path=path,
         )
+
+
+def _is_foreign(name: str) -> bool:
+    return not (name.startswith(PROBE_PREFIX) or name == "location")
+
+
+def _probe(io: FileIO, path: str, mode: int | None) -> None:
+    """Try what the place can do; a replaced file layer is trusted."""
+    if type(io) is not FileIO:
+        return
+    cache = f"{path}/cache"
+    if mode is not None and not io.exists(cache):
+        with contextlib.suppress(OSError):
+            io.mkdir(cache)
+            io.chmod(cache, mode)
+    check_location(io, path)
 
 
 def _exists(path: str) -> ConflictError:

@@ -403,6 +403,11 @@ SCHEMAS: dict[str, dict[str, Any]] = {
         "packs_after": OPTIONAL_INT, "bytes_after": OPTIONAL_INT, "removed": list,
         "lighter_steps": int, "seconds": float,
     },
+    "probe": {
+        "format": str, "store": str, "ok": bool, "usable": bool,
+        "primitives": [{
+            "name": str, "works": bool, "detail": str, "vital": bool, "without": str}],
+    },
     "repair": {
         "format": str, "store": str, "dry_run": bool, "ok": bool, "found": int, "copied": int,
         "mended": [{"kind": str, "name": str, "source": str}], "packs": list, "quarantined": list,
@@ -778,7 +783,7 @@ def test_read_commands_touch_nothing(store: Fixture, tmp_path: Path) -> None:
     # case 85
     shutil.copytree(store.path, tmp_path / "copy")
     before = listing(tmp_path / "copy")
-    for command in COMMANDS.keys() - {"pin", "unpin"}:
+    for command in COMMANDS.keys() - {"pin", "unpin", "probe"}:
         for extra in ([], ["--json"]):
             wanted = arguments(command, store, tmp_path)
             wanted[1] = tmp_path / "copy"

@@ -60,7 +60,7 @@ def test_create_then_open(tmp_path: Path) -> None:
     made = Store.create(tmp_path / "a" / "b" / "store")
     assert os.path.isabs(made.path)
     assert len(made.uuid) == 16
-    assert {*os.listdir(made.path)} == {"FORMAT", *DIRECTORIES}
+    assert {*os.listdir(made.path)} == {"FORMAT", "cache", *DIRECTORIES}
     opened = Store.open(made.path)
     assert (opened.path, opened.uuid) == (made.path, made.uuid)
     assert Store.create(made.path).uuid == made.uuid

@@ -23,6 +23,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "blame": ("deltackpt_tools.command_blame", "Show when each part of a tensor last changed."),
     "verify": ("deltackpt_tools.command_verify", "Check stored bytes; list all damage."),
     "repair": ("deltackpt_tools.command_repair", "Undo damage from other copies."),
+    "probe": ("deltackpt_tools.command_probe", "Try what the file system at a place can do."),
     "du": ("deltackpt_tools.command_du", "Show where the bytes are, by run and step."),
     "advise": ("deltackpt_tools.command_advise", "Advise how often to save."),
     "watch": ("deltackpt_tools.command_watch", "Watch the saves of a running training."),

@@ -1,0 +1,187 @@
+"""Prevents: a store on a file system where two writers can both win, or where nothing is durable,
+found out only when steps are gone."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from deltackpt_store import location
+from deltackpt_store import store as store_module
+from deltackpt_store.errors import InvalidInputError, StorageError
+from deltackpt_store.fileio import FileIO
+from deltackpt_store.location import Primitive, check_location, probe
+from deltackpt_store.store import Store
+from deltackpt_tools.cli import cli
+
+
+class Weak(FileIO):
+    """A file system that lacks something."""
+
+    def __init__(self, lacks: str) -> None:
+        self._lacks = lacks
+
+    def create(self, path: str, mode: int = 0o666) -> int:
+        if self._lacks == "exclusive create":
+            return os.open(path, os.O_WRONLY | os.O_CREAT, mode)
+        return super().create(path, mode)
+
+    def link(self, source: str, target: str) -> None:
+        if self._lacks == "links":
+            raise OSError(errno.EPERM, os.strerror(errno.EPERM), target)
+        if self._lacks == "exclusive link" and os.path.exists(target):
+            os.unlink(target)
+        super().link(source, target)
+
+    def mkdir(self, path: str) -> None:
+        if self._lacks == "exclusive mkdir":
+            os.makedirs(path, exist_ok=True)
+        else:
+            super().mkdir(path)
+
+    def sync(self, handle: int) -> None:
+        if self._lacks == "sync of a file":
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        super().sync(handle)
+
+    def sync_directory(self, path: str) -> None:
+        if self._lacks == "sync of a directory" and location.PROBE_PREFIX in path:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        super().sync_directory(path)
+
+    def replace(self, source: str, target: str) -> None:
+        if self._lacks == "replacing a name":
+            raise OSError(errno.EEXIST, os.strerror(errno.EEXIST))
+        super().replace(source, target)
+
+    def lock(self, path: str, *, create: bool = False) -> int:
+        if self._lacks == "locks at all":
+            raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+        if self._lacks == "locks":
+            return os.open(path, os.O_RDWR | os.O_CREAT)
+        return super().lock(path, create=create)
+
+
+VITAL = {"exclusive create", "exclusive link", "links", "sync of a file", "sync of a directory"}
+LACKS = [*sorted(VITAL), "exclusive mkdir", "replacing a name", "locks", "locks at all"]
+ROW = {"links": "exclusive link", "locks at all": "locks"}
+
+
+@pytest.mark.parametrize("lacks", LACKS)
+def test_what_is_missing_is_found_and_said(
+    tmp_path: Path, lacks: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = probe(Weak(lacks), str(tmp_path))
+    assert [p.name for p in found if not p.works] == [ROW.get(lacks, lacks)]
+    assert not os.listdir(tmp_path), "nothing is left behind"
+    if lacks in VITAL:
+        with pytest.raises(StorageError, match=ROW.get(lacks, lacks)) as caught:
+            check_location(Weak(lacks), str(tmp_path))
+        assert caught.value.kind == "location"
+        return
+    check_location(Weak(lacks), str(tmp_path))
+    assert f"{ROW.get(lacks, lacks)} does not work" in caplog.text
+    if lacks != "replacing a name":
+        caplog.clear()
+        check_location(Weak(lacks), str(tmp_path))
+        assert not caplog.text, "once is enough"
+
+
+def test_this_file_system_has_everything_that_is_vital(tmp_path: Path) -> None:
+    found = probe(FileIO(), str(tmp_path), other_process=True)
+    assert all(p.works for p in found if p.vital)
+    assert {"locks between processes", "memory maps"} <= {p.name for p in found if p.works}
+
+
+def counted_probes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    calls: list[str] = []
+    real = probe
+
+    def counting(io: FileIO, directory: str) -> list[Primitive]:
+        calls.append(directory)
+        return real(io, directory)
+
+    monkeypatch.setattr(location, "probe", counting)
+    return calls
+
+
+def test_a_place_is_tried_once_and_another_place_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = counted_probes(monkeypatch)
+    Store.create(tmp_path / "store")
+    Store.create(tmp_path / "store")
+    Store.open(tmp_path / "store")
+    assert len(calls) == 1
+    os.rename(tmp_path / "store", tmp_path / "moved")
+    Store.create(tmp_path / "moved")
+    Store.create(tmp_path / "moved")
+    assert len(calls) == 2
+    path = tmp_path / "moved/cache/location"
+    path.write_bytes(path.read_bytes()[:-1])
+    Store.create(tmp_path / "moved")
+    assert len(calls) == 3
+
+
+def test_no_store_is_made_where_none_can_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FileIO, "link", Weak("links").link)
+    with pytest.raises(StorageError, match="exclusive link does not work"):
+        Store.create(tmp_path / "store")
+    assert not (tmp_path / "store/FORMAT").exists()
+    monkeypatch.undo()
+    Store.create(tmp_path / "store")  # what was left of the attempt is no hindrance
+
+
+def test_a_creation_that_was_killed_while_it_tried_is_no_hindrance(tmp_path: Path) -> None:
+    folder = tmp_path / "store/cache/probe-0123"
+    folder.mkdir(parents=True)
+    (folder / "a").touch()
+    Store.create(tmp_path / "store")
+    (tmp_path / "other/cache/mine").mkdir(parents=True)
+    with pytest.raises(InvalidInputError):
+        Store.create(tmp_path / "other")
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES, errno.ENOSPC])
+def test_a_store_that_cannot_be_written_now_is_opened_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    Store.create(tmp_path / "store")
+    os.unlink(tmp_path / "store/cache/location")
+
+    def refuse(self: FileIO, path: str, *_: object) -> None:
+        raise OSError(number, os.strerror(number), path)
+
+    monkeypatch.setattr(FileIO, "mkdir", refuse)
+    Store.create(tmp_path / "store")
+    assert store_module.check_location is check_location
+
+
+def test_probe_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Store.create(tmp_path / "store")
+
+    def run() -> tuple[int, str]:
+        result = CliRunner().invoke(cli, ["probe", str(tmp_path / "store")])
+        return result.exit_code, result.output
+
+    code, text = run()
+    assert code in (0, 3)  # the machine's temporary directory may be on any file system
+    assert "exclusive link" in text
+    assert [p.name for p in (tmp_path / "store/cache").iterdir()] == ["location"]
+
+    def overwriting(self: FileIO, source: str, target: str) -> None:
+        Path(target).unlink(missing_ok=True)
+        os.link(source, target)
+
+    monkeypatch.setattr(FileIO, "link", overwriting)
+    code, text = run()
+    assert code == 14
+    assert "no store can be kept here" in text
+    result = CliRunner().invoke(cli, ["probe", str(tmp_path / "not/yet/there")])
+    assert result.exit_code == 14
+    assert not (tmp_path / "not").exists()

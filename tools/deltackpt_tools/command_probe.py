@@ -1,0 +1,75 @@
+"""``deltackpt probe``: what the file system at a place can do for a store."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import click
+from deltackpt_store.fileio import FileIO
+from deltackpt_store.location import Primitive, probe
+from deltackpt_store.oserror import storage_error
+
+from deltackpt_tools.exits import Exit
+from deltackpt_tools.output import document, json_option, safe, table, write_json
+
+
+def _lines(place: str, found: list[Primitive]) -> list[str]:
+    rows: list[list[str]] = []
+    for one in found:
+        told = "" if one.detail == "works" else f" ({safe(one.detail)})"
+        lost = "no store is made here" if one.vital else one.without
+        rows.append([one.name, "yes" + told] if one.works else [one.name, "no" + told, lost])
+    missing = [one for one in found if not one.works]
+    if not missing:
+        verdict = "everything works"
+    elif any(one.vital for one in missing):
+        verdict = "no store can be kept here"
+    else:
+        verdict = "a store can be kept here, with what is said above"
+    return [f"tried in {safe(place)}", *table(rows), verdict]
+
+
+def _document(place: str, found: list[Primitive]) -> dict[str, Any]:
+    return document(
+        "probe",
+        store=place,
+        ok=all(one.works for one in found),
+        usable=all(one.works or not one.vital for one in found),
+        primitives=[one._asdict() for one in found],
+    )
+
+
+def _place(path: str) -> str:
+    """The directory to try in: the cache of a store, else the nearest one that exists."""
+    path = os.path.realpath(path)
+    if os.path.exists(f"{path}/FORMAT"):
+        return f"{path}/cache"
+    while not os.path.isdir(path):
+        path = os.path.dirname(path)
+    return path
+
+
+@click.command("probe")
+@click.argument("path", metavar="PATH", type=click.Path(path_type=str))
+@json_option
+@click.pass_context
+def command(context: click.Context, path: str, as_json: bool) -> None:
+    """Try what the file system at PATH can do for a store: names, syncs, locks, memory maps.
+
+    PATH is a store, or where one is to be. Makes a few small files there and removes them. A store
+    tries the same by itself when it is first written to at a place. Exit code 0: everything works;
+    3: a store can be kept, with less; 14: none can.
+    """
+    place = _place(path)
+    try:
+        found = probe(FileIO(), place, other_process=True)
+    except OSError as error:
+        raise storage_error(error, "try anything in", place) from error
+    if as_json:
+        write_json(_document(place, found))
+    else:
+        click.echo("\n".join(_lines(place, found)))
+    missing = [one for one in found if not one.works]
+    vital = any(one.vital for one in missing)
+    context.exit(Exit.STORAGE if vital else Exit.PARTIAL if missing else Exit.OK)
