@@ -43,6 +43,7 @@ def report_of(
         staged_bytes=staging.staged_bytes, written_bytes=int(stats["written_bytes"]),
         chunks=staging.chunks, changed_chunks=staging.changed_chunks,
         dedup_hits=int(stats["dedup_chunks"]), codecs=_codec_mix(stats),
+        codec_bytes=_codec_bytes(stats),
         skipped=skipped, ring_bytes=client.slots_used * client.slot_bytes,
         devices=staging.devices,
     )  # fmt: skip
@@ -55,6 +56,14 @@ def _codec_mix(stats: Mapping[str, float]) -> dict[str, int]:
         name[len(prefix) : -len(suffix)]: int(count)
         for name, count in stats.items()
         if name.startswith(prefix) and name.endswith(suffix)
+    }
+
+
+def _codec_bytes(stats: Mapping[str, float]) -> dict[str, tuple[int, int]]:
+    """Raw and written bytes by codec."""
+    return {
+        name: (int(stats[f"codec.{name}.raw_bytes"]), int(stats[f"codec.{name}.written_bytes"]))
+        for name in _codec_mix(stats)
     }
 
 

@@ -65,6 +65,8 @@ class SaveReport:
     """Staged chunks that the store already held."""
     codecs: dict[str, int]
     """Stored chunks by codec name."""
+    codec_bytes: dict[str, tuple[int, int]]
+    """By codec name, bytes of the chunks stored with it, and what was written for them."""
     skipped: int
     """Saves dropped because others were in flight, since the save before this one."""
     ring_bytes: int

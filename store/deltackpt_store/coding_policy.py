@@ -218,14 +218,14 @@ class CodingPolicy:
         return "lz4" if self.mode == "fast" or self.hurry else "zstd"
 
     def expected(self, stream: str) -> float:
-        """What a chunk of the tensor takes, per raw byte, of all that its plan may come to.
+        """The most that a chunk of the tensor may take, per raw byte, to be better than its plan.
 
         0 when nothing is to be encoded.
         """
         if self.mode == "none" or self.hurry >= 2:
             return 0.0
         share = min(self._stream(stream).share.values(), default=1.0)
-        return min(self._worth, share)
+        return share if share <= self._worth else WORTH
 
     def wants_reference(self, stream: str) -> bool:
         """Whether the next chunk of the tensor may be coded against a reference."""

@@ -257,6 +257,7 @@ OPTIONAL_NUMBER = (*NUMBER, type(None))
 SIDE = {"store": str, "run": str, "step": int, "number": int, "root": str}
 PARENT = {"run": str, "number": int, "step": OPTIONAL_INT, "digest": str}
 STORED = {"chunks": int, "raw_bytes": int, "stored_bytes": int, "codecs": dict,
+          "codec_bytes": dict,
           "missing_chunks": int}  # fmt: skip
 ADVICE = {
     "store": str, "run": str, "saves": int, "mtbf": NUMBER, "overhead_limit": OPTIONAL_NUMBER,

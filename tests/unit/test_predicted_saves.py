@@ -105,6 +105,9 @@ def test_every_variant_is_predicted(tmp_path: Path, name: str, mixed: bool) -> N
     reports = train(tmp_path / "s", one, 5)
     assert reports[5].codecs["adam"] >= 8
     assert reports[5].written_bytes < 0.45 * reports[5].state_bytes
+    raw, written = reports[5].codec_bytes["adam"]
+    assert 0 < written < 0.1 * raw
+    assert sum(size for _, size in reports[5].codec_bytes.values()) == reports[5].written_bytes
     if mixed:
         assert reports[5].codecs["cast"] >= 2
     check(tmp_path / "s", one, make, 5)

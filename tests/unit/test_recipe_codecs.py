@@ -20,9 +20,12 @@ from deltackpt_store.client import WriterClient
 from deltackpt_store.coding import adam, cast
 from deltackpt_store.coding.adam import Betas, Step
 from deltackpt_store.coding.arithmetic import exact
+from deltackpt_store.compact import compact
 from deltackpt_store.errors import CorruptionError
+from deltackpt_store.gc import collect
 from deltackpt_store.pack import Location
 from deltackpt_store.protocol import WriterOptions
+from deltackpt_store.retention import retire
 from deltackpt_store.store import Store
 from deltackpt_store.verify import verify
 from hypothesis import given, settings
@@ -295,6 +298,47 @@ def test_after_a_failed_save_nothing_refers_to_it(start: Start, tmp_path: Path) 
     saved |= save_steps(trainer, state, 6)
     check(store_of(tmp_path), saved)
     assert not list(verify(store_of(tmp_path)).findings)
+
+
+def test_collection_and_compaction_keep_what_is_needed(start: Start, tmp_path: Path) -> None:
+    """A predicted chunk needs many others, of steps that retention has taken off the list."""
+    state = AdamState(4 * CHUNK // 4)
+    trainer = start(state, shadow=True)
+    saved = save_steps(trainer, state, 15)
+    trainer.client.close(60)
+    kept = {step: saved[step] for step in (2, 9, 10, 15)}
+    store = store_of(tmp_path)
+    retire(store, [store.find("main", step) for step in saved if step not in kept])
+    for work in (collect, compact, collect):
+        work(store_of(tmp_path))
+        assert store_of(tmp_path).steps("main") == list(kept)
+        check(store_of(tmp_path), kept)
+        assert not list(verify(store_of(tmp_path)).findings)
+    # the newest step now needs nothing but itself
+    assert {codecs.ADAM, codecs.DELTA}.isdisjoint(codecs_of(store_of(tmp_path), 15, at.WEIGHT))
+
+
+def test_a_lost_link_names_every_chunk_that_needs_it(start: Start, tmp_path: Path) -> None:
+    state = AdamState(CHUNK // 4)
+    trainer = start(state, shadow=True)
+    saved = save_steps(trainer, state, 6)
+    trainer.client.close(60)
+    store = store_of(tmp_path)
+    found = locations(store)
+    first = store.snapshot(store.find("main", 3)).chunks[at.FIRST][0].tobytes()
+    place = found[first]
+    path = Path(store.path) / "packs" / place.pack[:2] / f"{place.pack}.pack"
+    content = bytearray(path.read_bytes())
+    content[place.payload + place.stored // 2] ^= 1
+    path.chmod(0o644)
+    path.write_bytes(content)
+    check(store_of(tmp_path), {step: saved[step] for step in (1, 2)})
+    for step in (3, 4, 5, 6):
+        with pytest.raises(CorruptionError):
+            read_arrays(store_of(tmp_path), store_of(tmp_path).find("main", step))
+    assert {4, 5, 6} <= {
+        hit.step for finding in verify(store_of(tmp_path)).findings for hit in finding.hits
+    }
 
 
 def test_parts_without_gradients(start: Start, tmp_path: Path) -> None:

@@ -50,6 +50,12 @@ def _head(description: Description) -> list[str]:
             + "".join(f", {name} {n}" for name, n in sorted(stored.codecs.items())),
         ],
     ]
+    if len(stored.codecs) > 1:
+        parts = [
+            f"{name} {size(raw)} in {size(stored.stored_by_codec[name])}"
+            for name, raw in stored.raw_by_codec.most_common()
+        ]
+        rows.append(["by codec", ", ".join(parts)])
     if commit.metrics:
         rows.append(["metrics", " ".join(f"{safe(k)}={v:.6g}" for k, v in commit.metrics.items())])
     return [label(commit), *(f"  {line}" for line in table(rows))]

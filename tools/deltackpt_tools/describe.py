@@ -28,6 +28,8 @@ class Stored:
     raw_bytes: int = 0
     stored_bytes: int = 0
     codecs: Counter[str] = field(default_factory=Counter[str])
+    raw_by_codec: Counter[str] = field(default_factory=Counter[str])
+    stored_by_codec: Counter[str] = field(default_factory=Counter[str])
     missing: int = 0
 
     def as_json(self) -> dict[str, Any]:
@@ -36,6 +38,10 @@ class Stored:
             "raw_bytes": self.raw_bytes,
             "stored_bytes": self.stored_bytes,
             "codecs": dict(sorted(self.codecs.items())),
+            "codec_bytes": {
+                name: {"raw": raw, "stored": self.stored_by_codec[name]}
+                for name, raw in sorted(self.raw_by_codec.items())
+            },
             "missing_chunks": self.missing,
         }
 
@@ -197,7 +203,10 @@ def _stored(store: Store, snapshot: Snapshot) -> tuple[Stored, dict[int, Stored]
                     total.missing += 1
                 else:
                     total.stored_bytes += place.stored
-                    total.codecs[codecs.name_of(place.codec)] += 1
+                    name = codecs.name_of(place.codec)
+                    total.codecs[name] += 1
+                    total.raw_by_codec[name] += spec.chunk_length(index)
+                    total.stored_by_codec[name] += place.stored
     return whole, per_extent
 
 
