@@ -32,7 +32,7 @@ def replay(kind: str, points: int, seed: int, work: Path, *, without: str = "") 
     chance = random.Random(f"{seed} replay {kind} {without}")
     base, log = _record(kind, work, without)
     entries = read_log(log)
-    states = _states(entries, points, chance)
+    states = choose_states(entries, points, chance)
     outcome.figures |= {
         "writes recorded": sum(entry.size > 0 for entry in entries),
         "flushes and FUA": sum(bool(entry.flags & (FLUSH | FUA)) for entry in entries),
@@ -80,22 +80,22 @@ def _record(kind: str, work: Path, without: str) -> tuple[Path, Path]:
 
 
 @dataclass(frozen=True)
-class _State:
+class State:
     """Everything before `until` has been written, but for `lost` (numbers of entries)."""
 
     until: int
     lost: frozenset[int] = frozenset()
 
 
-def _states(entries: list[Entry], points: int, chance: random.Random) -> list[_State]:
+def choose_states(entries: list[Entry], points: int, chance: random.Random) -> list[State]:
     """Prefixes that end at flushes and FUA writes, and states between, half and half at most."""
     syncs = [i + 1 for i, entry in enumerate(entries) if entry.durable or entry.flags & FUA]
     if len(syncs) > points // 2:
         syncs = sorted(chance.sample(syncs, points // 2))
-    states = [_State(until) for until in syncs]
+    states = [State(until) for until in syncs]
     while len(states) < points:
         until = chance.randint(1, len(entries))
-        states.append(_State(until, _losable(entries, until, chance)))
+        states.append(State(until, _losable(entries, until, chance)))
     return sorted(states, key=lambda state: state.until)
 
 
@@ -108,7 +108,7 @@ def _losable(entries: list[Entry], until: int, chance: random.Random) -> frozens
 
 
 def _check(
-    kind: str, base: Path, log: Path, entries: list[Entry], states: list[_State], outcome: Outcome
+    kind: str, base: Path, log: Path, entries: list[Entry], states: list[State], outcome: Outcome
 ) -> list[str]:
     """Bring `base` from state to state; look at a copy of each."""
     found: list[str] = []
