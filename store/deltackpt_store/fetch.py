@@ -6,6 +6,7 @@ cache of reference chunks, and for one chunk at a time what its references take.
 
 from __future__ import annotations
 
+import contextlib
 from collections import OrderedDict
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -89,7 +90,11 @@ class Fetcher:
 
     def __exit__(self, *exception: object) -> None:
         while self._handles:
-            self._io.close(self._handles.popitem()[1])
+            self._close(self._handles.popitem()[1])
+
+    def _close(self, handle: int) -> None:
+        with contextlib.suppress(OSError):  # what was read has been proved, whatever this says
+            self._io.close(handle)
 
     def fetch(self, task: Task) -> None:
         """Fill the destination and check it against the id (CorruptionError, StorageError)."""
@@ -225,7 +230,7 @@ class Fetcher:
         handle = self._handles.get(pack)
         if handle is None:
             while len(self._handles) >= _HANDLES:
-                self._io.close(self._handles.popitem(last=False)[1])
+                self._close(self._handles.popitem(last=False)[1])
             handle = self._handles[pack] = self._io.open(path)
         return handle
 
