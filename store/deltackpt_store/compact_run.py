@@ -262,11 +262,14 @@ class Compaction:
                     raise
 
     def _heeding(self, writer: StoreWriter, wait: Wait) -> Wait:
-        """Waiting for others, this writer answers too."""
+        """Waiting for others, this writer answers too; then it is not waited for."""
+        answered = False
 
         def waiting(missing: list[str]) -> bool:
+            nonlocal answered
             writer.heed()
-            return missing == [writer.writer] or wait(missing)
+            first, answered = not answered, True
+            return (first and missing == [writer.writer]) or wait(missing)
 
         return waiting
 

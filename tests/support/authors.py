@@ -204,6 +204,11 @@ class Session:
         self._saves = 0
         self._words: dict[int, list[str]] = {}
 
+    @property
+    def newest(self) -> int:
+        """The save begun last."""
+        return self._saves
+
     def begin(self, step: int, words: Sequence[str], *, relative: int | None = None,
               parent: Commit | None = None, commit: Commit | None = None,
               overwrite: bool = False) -> int:  # fmt: skip
