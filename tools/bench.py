@@ -4,12 +4,15 @@
     python tools/bench.py --slowdown [--size MB]
 
 Every (state, peer) pair runs in a process of its own, the peers taking turns within each round, so
-that ratios hold when the machine's speed drifts; figures are medians over all saves of all rounds.
+that ratios hold when the machine's speed drifts; figures are medians over all saves of all rounds,
+`load` is the machine's load average while they were taken. Training takes one step before the first
+save, and the files of the last one are read once before they are restored, for every peer.
 
 `stall`     seconds training is blocked: in `save`, plus waiting before the optimizer may update
 `durable`   seconds from `save` until the step is on disk and fsynced, nothing else running
 `MB/save`   growth of the checkpoint folder per later save
 `restore`   seconds to put the last step into a fresh model and optimizer, from the page cache
+`slowdown`  how much longer blocks of ten training steps take with saving than without
 `memory`    peak growth of the proportional set size (process and children) while saving
 """
 
@@ -35,6 +38,9 @@ from typing import Any
 import torch
 from bench_peers import PEERS, Peer, tree_bytes
 from bench_states import STATES, State
+
+SLOWDOWN_STEPS = 10  # per block
+SLOWDOWN_PAIRS = 5  # of blocks
 
 
 class Memory:
@@ -90,8 +96,18 @@ def compute(seconds: float) -> None:
         torch.mm(a, a)
 
 
+def read_all(folder: Path) -> None:
+    """Bring all files below `folder` into the page cache."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with open(path, "rb", buffering=0) as file:
+                while file.read(1 << 24):
+                    pass
+
+
 def measure(state: State, peer: Peer, build: Any, saves: int, folder: Path) -> dict[str, Any]:
     memory = Memory()
+    state.advance()
     result: dict[str, Any] = {"stall": [], "durable": [], "bytes": []}
     began = time.perf_counter()
     peer.save(0)
@@ -125,6 +141,7 @@ def measure(state: State, peer: Peer, build: Any, saves: int, folder: Path) -> d
     saved = state.state_dict()
     gc.collect()
     target = build()
+    read_all(folder)
     began = time.perf_counter()
     peer.restore(target, step)
     result["restore"] = getattr(peer, "restore_seconds", time.perf_counter() - began)
@@ -133,35 +150,44 @@ def measure(state: State, peer: Peer, build: Any, saves: int, folder: Path) -> d
     return result
 
 
-def slowdown(state: State, peer: Peer, every: int, steps: int, seconds: float) -> dict[str, Any]:
-    """Blocks of steps without and with saving, in turn; the ratio of their times."""
+def slowdown(state: State, peer: Peer, every: int, seconds: float) -> dict[str, Any]:
+    """Blocks of ten steps without and with saving, in turn; the ratio of their times.
+
+    A block that saves once does so in its first step, so that what the save costs later on shows.
+    """
     a = torch.randn(2048, 2048)
-    began = time.perf_counter()
     torch.mm(a, a)
-    products = max(1, round(seconds / (time.perf_counter() - began)))
+    began = time.perf_counter()
+    for _ in range(5):
+        torch.mm(a, a)
+    products = max(1, round(5 * seconds / (time.perf_counter() - began)))
     number = 0
 
     def block(saving: bool) -> float:
         nonlocal number
+        first = number + 1
         began = time.perf_counter()
-        for _ in range(steps):
+        for _ in range(SLOWDOWN_STEPS):
             for _ in range(products):
                 torch.mm(a, a)
             peer.before_update()
             state.advance()
             number += 1
-            if saving and number % every == 0:
+            if saving and (number - first) % every == 0:
                 peer.save(number)
+        peer.before_update()
         elapsed = time.perf_counter() - began
         if saving:
-            peer.before_update()
             peer.wait()
+            for step in range(first, number):
+                peer.forget(step)
         return elapsed
 
     peer.save(0)
     peer.before_update()
     peer.wait()
-    ratios = [block(True) / block(False) for _ in range(5)]
+    block(True)
+    ratios = [block(True) / block(False) for _ in range(SLOWDOWN_PAIRS)]
     peer.close()
     return {"every": every, "slowdown": statistics.median(ratios) - 1, "ratios": ratios}
 
@@ -178,10 +204,11 @@ def worker(arguments: argparse.Namespace) -> None:
     state = build()
     peer = PEERS[arguments.peer](folder, state)
     if arguments.slowdown:
-        every = 10 if arguments.state == "dense-adamw" else 1
-        result = slowdown(state, peer, every, max(10, every), 1.0)
+        every = SLOWDOWN_STEPS if arguments.state == "dense-adamw" else 1
+        result = slowdown(state, peer, every, arguments.step_seconds)
     else:
         result = measure(state, peer, build, arguments.saves, folder)
+    result["load"] = os.getloadavg()[0]
     result["state_bytes"] = sum(t.nbytes for t in _tensors(state.state_dict()))
     print(json.dumps(result))
 
@@ -201,9 +228,13 @@ def run_one(arguments: argparse.Namespace, state: str, peer: str) -> dict[str, A
                "--size", str(arguments.size), "--saves", str(arguments.saves),
                "--folder", str(folder)]  # fmt: skip
     if arguments.slowdown:
-        command.append("--slowdown")
+        command += ["--slowdown", "--step-seconds", str(arguments.step_seconds)]
+    # As an installed package: compiled once, not again by every process.
+    environment = {**os.environ, "PYTHONPYCACHEPREFIX": arguments.compiled}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=900)
+        done = subprocess.run(command, capture_output=True, text=True, env=environment,
+                              timeout=1800)  # fmt: skip
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     if done.returncode:
@@ -218,8 +249,8 @@ def table(results: dict[str, dict[str, list[dict[str, Any]]]]) -> str:
         size = next(r for runs in peers.values() for r in runs)["state_bytes"]
         lines += [f"\n**{state}** ({size / 1e6:.0f} MB)\n",
                   "| peer | stall s | first stall s | durable s | first durable s | MB/save "
-                  "| restore s | memory MB | bit-exact |",
-                  "|---|---|---|---|---|---|---|---|---|"]  # fmt: skip
+                  "| restore s | memory MB | load | bit-exact |",
+                  "|---|---|---|---|---|---|---|---|---|---|"]  # fmt: skip
         for peer, runs in peers.items():
 
             def middle(key: str, runs: list[dict[str, Any]] = runs) -> float:
@@ -230,18 +261,46 @@ def table(results: dict[str, dict[str, list[dict[str, Any]]]]) -> str:
                 f"| {peer} | {middle('stall'):.4f} | {middle('first_stall'):.3f} "
                 f"| {middle('durable'):.3f} | {middle('first_durable'):.3f} "
                 f"| {middle('bytes') / 1e6:.2f} | {middle('restore'):.3f} "
-                f"| {middle('memory') / 1e6:.0f} "
+                f"| {middle('memory') / 1e6:.0f} | {middle('load'):.0f} "
                 f"| {'yes' if all(r['exact'] for r in runs) else 'NO'} |")  # fmt: skip
     return "\n".join(lines)
 
 
 def slowdown_table(results: dict[str, dict[str, list[dict[str, Any]]]]) -> str:
-    lines = ["| state | saved every | peer | slowdown |", "|---|---|---|---|"]
+    lines = ["| state | saved every | peer | slowdown | range | load |",
+             "|---|---|---|---|---|---|"]  # fmt: skip
     for state, peers in results.items():
         for peer, runs in peers.items():
-            value = statistics.median(ratio for r in runs for ratio in r["ratios"]) - 1
-            lines.append(f"| {state} | {runs[0]['every']} | {peer} | {value * 100:.1f} % |")
+            ratios = [100 * (ratio - 1) for r in runs for ratio in r["ratios"]]
+            load = statistics.median(r["load"] for r in runs)
+            lines.append(
+                f"| {state} | {runs[0]['every']} | {peer} | {statistics.median(ratios):.1f} % "
+                f"| {min(ratios):.0f} .. {max(ratios):.0f} % | {load:.0f} |")  # fmt: skip
     return "\n".join(lines)
+
+
+def run_all(
+    arguments: argparse.Namespace, peers: list[str]
+) -> dict[str, dict[str, list[dict[str, Any]]]]:
+    results: dict[str, dict[str, list[dict[str, Any]]]] = {}
+    for round_number in range(arguments.rounds):
+        for state in arguments.states:
+            for peer in peers:
+                print(f"round {round_number + 1}: {state} {peer}", file=sys.stderr, flush=True)
+                result = run_one(arguments, state, peer)
+                if result is not None:
+                    results.setdefault(state, {}).setdefault(peer, []).append(result)
+                if arguments.output:  # after each process: a run that is ended is not lost
+                    write(arguments.output, results)
+    return results
+
+
+def write(output: Path, results: Any) -> None:
+    output.parent.mkdir(parents=True, exist_ok=True)
+    machine = {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count(),
+               "torch": torch.__version__, "python": platform.python_version(),
+               "command": " ".join(sys.argv[1:])}  # fmt: skip
+    output.write_text(json.dumps({"machine": machine, "results": results}, indent=1))
 
 
 def main() -> int:
@@ -253,6 +312,8 @@ def main() -> int:
     parser.add_argument("--peers", nargs="+", choices=PEERS, default=None)
     parser.add_argument("--dir", default=None, help="where the peers write (a real disk)")
     parser.add_argument("--slowdown", action="store_true", help="measure training slowdown instead")
+    parser.add_argument("--step-seconds", type=float, default=1.0,
+                        help="computing per training step with --slowdown")  # fmt: skip
     parser.add_argument("-o", "--output", type=Path, default=None, help="write JSON here")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--state", help=argparse.SUPPRESS)
@@ -273,21 +334,12 @@ def main() -> int:
         peers = [p for p in PEERS if p not in missing]
         if arguments.slowdown:
             peers = ["deltackpt", "dcp.async_save", "dcp.async_save-cached"]
-    results: dict[str, dict[str, list[dict[str, Any]]]] = {}
-    for round_number in range(arguments.rounds):
-        for state in arguments.states:
-            for peer in peers:
-                print(f"round {round_number + 1}: {state} {peer}", file=sys.stderr, flush=True)
-                result = run_one(arguments, state, peer)
-                if result is not None:
-                    results.setdefault(state, {}).setdefault(peer, []).append(result)
+    arguments.compiled = tempfile.mkdtemp(prefix="bench-compiled-", dir=arguments.dir)
+    try:
+        results = run_all(arguments, peers)
+    finally:
+        shutil.rmtree(arguments.compiled, ignore_errors=True)
     print(slowdown_table(results) if arguments.slowdown else table(results))
-    if arguments.output:
-        arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        machine = {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count(),
-                   "torch": torch.__version__, "python": platform.python_version(),
-                   "command": " ".join(sys.argv[1:])}  # fmt: skip
-        arguments.output.write_text(json.dumps({"machine": machine, "results": results}, indent=1))
     expected = len(arguments.states) * len(peers) * arguments.rounds
     return 0 if sum(len(r) for p in results.values() for r in p.values()) == expected else 1
 
