@@ -7,11 +7,12 @@ PY := $(VENV)/bin/python
 DEV := $(VENV)/.stamp-dev
 DEMO := $(VENV)/.stamp-demo
 BENCH := $(VENV)/.stamp-bench
+CHAOS := $(VENV)/.stamp-chaos
 PIP := $(PY) -m pip --disable-pip-version-check --no-input
 ARGS ?=
 
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test mutate lint format bench clean
+.PHONY: help venv demo test mutate soak chaos lint format bench clean
 
 help:
 	@echo "make demo    train a real model, kill it during a save, resume bit for bit"
@@ -20,6 +21,8 @@ help:
 	@echo "make bench   stall, bytes and restore time against other checkpointers"
 	@echo "make mutate  remove each guard of the store's promises and see that a test notices"
 	@echo "make lab     kernel crashes, disk replay, NFS, full and failing disks (root, Debian packages)"
+	@echo "make soak    random operations, power cuts and kills (ARGS='--minutes 60 --seed 7')"
+	@echo "make chaos   an outside judge kills a training at its file events"
 	@echo "make format  rewrite the sources in the project's style"
 	@echo "make venv    only the development environment, in $(VENV)"
 	@echo "make clean   remove build output, caches and the environment"
@@ -34,7 +37,7 @@ $(DEV): pyproject.toml requirements-dev.txt constraints-dev.txt
 	$(PIP) install --quiet --no-build-isolation --no-deps --editable .
 	@touch $@
 
-$(DEMO) $(BENCH): $(VENV)/.stamp-%: requirements-%.txt $(DEV)
+$(DEMO) $(BENCH) $(CHAOS): $(VENV)/.stamp-%: requirements-%.txt $(DEV)
 	$(PIP) install --quiet --constraint constraints-dev.txt --requirement $<
 	@touch $@
 
@@ -69,6 +72,12 @@ format: $(DEV)
 
 mutate: $(DEV)
 	$(PY) tools/mutate.py $(ARGS)
+
+soak: $(DEV)
+	$(PY) tools/soak.py $(ARGS)
+
+chaos: $(CHAOS)
+	$(PY) tools/chaos.py $(ARGS)
 
 bench: $(BENCH)
 	$(PY) tools/bench.py $(ARGS)

@@ -90,15 +90,23 @@ class Cut(NamedTuple):
 
 
 def cuts(
-    journal: Sequence[Change], *, start: int, exhaustive: int, random_states: int, seed: int
+    base: Tree,
+    journal: Sequence[Change],
+    *,
+    start: int,
+    exhaustive: int,
+    random_states: int,
+    seed: int,
 ) -> Iterator[Cut]:
     """Outcomes of a power cut at every point of the journal from `start` on.
+
+    `base` is what was durable before the journal began.
 
     Where what is unsynced at a point allows at most `exhaustive` outcomes, all of them. Otherwise:
     nothing kept; everything kept; each unsynced change alone lost; each alone kept; and
     `random_states` random mixtures. `seed` makes torn writes and mixtures repeatable.
     """
-    replay, contents = _Replay(), _Contents()
+    replay, contents = _Replay(base), _Contents()
     marks: list[Any] = []
     for point in range(len(journal) + 1):
         if point >= start:
@@ -133,8 +141,8 @@ def _plans(
 class _Replay:
     """Durable tree plus the changes that a power cut may still take back, in order."""
 
-    def __init__(self) -> None:
-        self.durable = Tree()
+    def __init__(self, base: Tree) -> None:
+        self.durable = base.copy()
         self.pending: list[Change] = []
 
     def take(self, change: Change) -> None:

@@ -28,6 +28,7 @@ class SimulatedDisk(FileIO):
 
     def __init__(self) -> None:
         self._tree = Tree()
+        self._base = Tree()  # durable when the journal began
         self._journal: list[Change] = []
         self._handles: dict[int, int] = {}
         self._locks: dict[int, int] = {}  # inode -> the handle that holds it
@@ -65,6 +66,11 @@ class SimulatedDisk(FileIO):
                 disk.put(file, read_file(io, file, 1 << 40))
         return disk.copy()
 
+    def end_processes(self) -> None:
+        """Everybody who had a file open or locked here is gone."""
+        self._handles.clear()
+        self._locks.clear()
+
     def files(self, directory: str) -> Iterator[str]:
         """Paths of all files in the directory and those below it."""
         for name in self.list(directory):
@@ -80,7 +86,10 @@ class SimulatedDisk(FileIO):
 
     def put(self, path: str, content: bytes) -> None:
         """Let the existing file hold `content`."""
-        self._tree.files[self._existing(path)] = content
+        inode = self._existing(path)
+        self._tree.files[inode] = content
+        if inode in self._base.files:
+            self._base.files[inode] = content
 
     # FileIO --------------------------------------------------------------------------------
 
@@ -243,6 +252,7 @@ class SimulatedDisk(FileIO):
         Equal states are repeated: :attr:`CrashState.content` tells.
         """
         for cut in cuts(
+            self._base,
             self._journal,
             start=start,
             exhaustive=exhaustive,
@@ -310,7 +320,7 @@ def check_crash_states(
 def _disk_of(tree: Tree) -> SimulatedDisk:
     """A disk over `tree`, whose files are immutable."""
     disk = SimulatedDisk()
-    disk._tree = tree  # pyright: ignore[reportPrivateUsage] # same module
+    disk._tree, disk._base = tree, tree.copy()  # pyright: ignore[reportPrivateUsage] # same module
     taken = {*tree.files, *tree.directories}
     disk._numbers = itertools.count(max(taken) + 1)  # pyright: ignore[reportPrivateUsage]
     return disk
