@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from deltackpt_store import protocol, serve
+from deltackpt_store.client import WriterClient
+from deltackpt_store.coding_policy import Outcome
+from deltackpt_store.encoder import Encoder, Job
 from deltackpt_store.store import Store
 from deltackpt_store.store_writer import StoreWriter
+from toy_trainer import CHUNK, SEED, ToyTrainer, check_run
 
 
 def begin(save: int) -> protocol.Begin:
@@ -90,3 +96,46 @@ def test_a_slow_disk_is_no_reason_to_write_more(writer: StoreWriter) -> None:
 def test_haste_without_anything_encoded_changes_nothing(writer: StoreWriter) -> None:
     writer.hurry()
     assert writer.encoder.policy.hurry == 0
+
+
+def test_saves_that_come_too_fast_are_hurried_counted_and_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second save begins while the first is being encoded, very slowly."""
+    encode = Encoder.encode
+    mailboxes: list[serve.Mailbox] = []
+    slow = True
+
+    class Noted(serve.Mailbox):
+        def __init__(self, channel: Any) -> None:
+            super().__init__(channel)
+            mailboxes.append(self)
+
+    def slowly(encoder: Encoder, jobs: Sequence[Job]) -> list[Outcome]:
+        deadline = time.monotonic() + 120
+        while slow and mailboxes[-1].begun < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        outcomes = encode(encoder, jobs)
+        if slow:
+            encoder.seconds += 1000.0
+        return outcomes
+
+    monkeypatch.setattr(serve, "Mailbox", Noted)
+    monkeypatch.setattr(Encoder, "encode", slowly)
+    client = WriterClient(
+        tmp_path / "store", "main", seed=SEED, ring_bytes=80 * CHUNK, slot_bytes=4 * CHUNK,
+        mode="thread",
+    )  # fmt: skip
+    trainer = ToyTrainer(client)
+    first = trainer.save(0)
+    second = trainer.save(1)
+    hurried = client.result(first, 120).stats
+    assert 0 < hurried["hurried_chunks"] < hurried["staged_chunks"]  # all but the first slot
+    assert hurried["hurried_bytes"] > 0
+    client.result(second, 120)
+    slow = False
+    later = [trainer.save_now(step).stats["hurried_chunks"] for step in (2, 3, 4)]
+    assert later[1:] == [0, 0]  # at leisure again
+    client.close(60)
+    assert check_run(str(tmp_path / "store")) == [0, 1, 2, 3, 4]
