@@ -132,7 +132,8 @@ def restore_into(
     - modules: in place, into their tensors, whose layout, device and ties stay; dtypes and shapes
       must be the saved ones, nothing is cast or broadcast (`MismatchError`);
     - optimizers: parameter groups and state as saved, matched by parameter name, also into a fresh
-      optimizer; dtypes of the state stay the saved ones;
+      optimizer of the same class; dtypes of the state stay the saved ones. Without `strict`, the
+      state of a parameter whose moments do not fit stays as it is;
     - other objects with ``load_state_dict``: one call with a private copy of their state;
     - plain containers and values: see `target_plain`; the checkpoint says what exists;
     - random generators, last, unless `rng` is False, the step has none, or `only` leaves "#rng"

@@ -16,17 +16,11 @@ from deltackpt_store.errors import MismatchError
 from torch.optim import Optimizer
 
 from .nodes import kind_of
+from .optimizer_fit import is_torchs, moment, other_class
 from .params import align, parameters_of
 from .paths import segment
 from .reading import Step
-from .targets import Leaf, Mismatch, Report, is_a, slots_of, spelled
-from .values import dtype_name
-
-_LIKE_PARAMETER = frozenset(
-    ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "grad_avg",
-     "acc_delta", "sum", "exp_inf", "ax", "prev")
-)  # fmt: skip
-"""State of torch's own optimizers that has the shape of its parameter."""
+from .targets import Leaf, Mismatch, Report, is_a, slots_of
 
 
 class OptimizerTarget:
@@ -48,6 +42,7 @@ class OptimizerTarget:
         self._recorded: Sequence[str | None] = ()
         self._present: Sequence[str | None] = ()
         self._slots: list[int] = []
+        self._left: list[torch.Tensor] = []  # parameters whose state is left alone
         self._before: tuple[Any, Any] | None = None
         self._backup: Any = None
 
@@ -81,42 +76,62 @@ class OptimizerTarget:
             report.hint(error.hint)
             self._slots = []
             return
-        self._match_state(aligned, report)
+        difference = other_class(self.path, saved, self._optimizer)
+        if difference is not None:
+            report.mismatched.append(difference)
+            report.hint("make an optimizer of the class that was saved")
+            self._slots = []
+            return
+        self._match_state(step, node, aligned, report)
         report.loaded += [step.paths[slot] for slot in self._slots]
 
     def _aligned(self, state: Mapping[str, Any]) -> dict[str, Any]:
         groups = [len(group["params"]) for group in self._optimizer.param_groups]
         return align(state, self._recorded, self._present, groups, path=self.path)
 
-    def _match_state(self, aligned: dict[str, Any], report: Report) -> None:
-        """Shapes that must be a parameter's, and state that the checkpoint ought to have."""
+    def _match_state(self, step: Step, node: Any, aligned: dict[str, Any], report: Report) -> None:
+        """Moments that are not their parameter's, and state that the checkpoint ought to have.
+
+        The state of a parameter whose moments do not fit is left alone, or all of it, where the
+        class has a `load_state_dict` of its own.
+        """
         saved: dict[Any, Any] = aligned["state"]
-        own = kind_of(self._optimizer).__module__.startswith("torch.")
         for number, (index, parameter) in enumerate(self._pairs(aligned)):
             entry: Any = saved.get(index)
             present: Any = self._optimizer.state.get(parameter)
-            if is_a(entry, dict):
-                for key, value in entry.items():
-                    if own and key in _LIKE_PARAMETER and isinstance(value, torch.Tensor):
-                        self._match_shape(index, key, value, parameter, report)
-            if saved and is_a(present, dict):
+            found = self._moments(step, number, index, entry, parameter)
+            if found:
+                report.mismatched += found
+                self._left.append(parameter)
+                below = set(slots_of(node["state"][index]))
+                self._slots = [slot for slot in self._slots if slot not in below]
+            elif saved and is_a(present, dict):
                 report.missing += [
                     f"{self.path}/state/{number}/{segment(key)}"
                     for key in present
                     if not (is_a(entry, dict) and key in entry)
                 ]
+        if self._left and not self._ordinary:
+            self._slots = []
 
-    def _match_shape(
-        self, index: int, key: str, value: torch.Tensor, parameter: torch.Tensor, report: Report
-    ) -> None:
-        if value.shape != parameter.shape:
-            report.mismatched.append(
-                Mismatch(
-                    f"{self.path}/state/{index}/{key}",
-                    spelled(dtype_name(value.dtype), value.shape),
-                    f"a parameter of shape {list(parameter.shape)}",
-                )
+    def _moments(
+        self, step: Step, number: int, index: Any, entry: Any, parameter: torch.Tensor
+    ) -> list[Mismatch]:
+        if not is_a(entry, dict):
+            return []
+        name = self._present[number] if number < len(self._present) else None
+        saved = step.views.get(step.slots[name]) if name in step.slots else None
+        present: Any = self._optimizer.state.get(parameter, {})
+        own = is_torchs(self._optimizer)
+        found = [
+            moment(
+                f"{self.path}/state/{index}/{key}", key, value, parameter, present.get(key), saved,
+                own=own,
             )
+            for key, value in entry.items()
+            if isinstance(value, torch.Tensor)
+        ]  # fmt: skip
+        return [mismatch for mismatch in found if mismatch is not None]
 
     def _pairs(self, aligned: Mapping[str, Any]) -> list[tuple[Any, torch.Tensor]]:
         """(index in the aligned state_dict, live parameter)."""
@@ -137,7 +152,9 @@ class OptimizerTarget:
     def make_room(self) -> None:
         """Let go of the present state, which :meth:`apply` will replace. Cannot be undone."""
         if self._ordinary and self._slots:
-            self._optimizer.state.clear()
+            state = self._optimizer.state
+            for parameter in set(state).difference(self._left):
+                del state[parameter]
 
     def apply(self, state: Any, *, undo: bool) -> None:
         if not self._slots:
@@ -149,9 +166,15 @@ class OptimizerTarget:
                 self._backup = copy.deepcopy(optimizer.state_dict())
         aligned = self._aligned(state)
         groups = list(optimizer.param_groups)
+        before = optimizer.state
         optimizer.load_state_dict(aligned)
+        left = set(self._left)
+        for parameter in left:
+            optimizer.state.pop(parameter, None)
+            if parameter in before:
+                optimizer.state[parameter] = before[parameter]
         for index, parameter in self._pairs(aligned):
-            if index in aligned["state"] and parameter in optimizer.state:
+            if index in aligned["state"] and parameter in optimizer.state and parameter not in left:
                 entry = optimizer.state[parameter]
                 optimizer.state[parameter] = _as_saved(entry, aligned["state"][index])
         for group, old in zip(optimizer.param_groups, groups, strict=False):
