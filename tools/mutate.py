@@ -53,6 +53,8 @@ class Guard:
     replace: str
     tests: tuple[str, ...]
     within: str = ""
+    seconds: float = _SECONDS
+    """A test that takes longer counts as failing."""
 
     def removed_from(self, source: str) -> str:
         """`source` without the guard; ValueError when it is not there exactly once."""
@@ -103,6 +105,7 @@ def read_guards(path: Path = GUARDS) -> list[Guard]:
             entry["replace"],
             tuple(entry["tests"]),
             entry.get("within", ""),
+            entry.get("seconds", _SECONDS),
         )
         for entry in entries
     ]
@@ -152,7 +155,7 @@ class Workplace:
         except (ValueError, SyntaxError) as error:
             return "broken", str(error)
         try:
-            code, output = self.run(guard.tests)
+            code, output = self.run(guard.tests, guard.seconds)
         finally:
             self._write(path, source)
         if code is None or code == 1:

@@ -508,6 +508,18 @@ def test_buffers_of_references_are_not_mixed_up(
         read(packs.fresh(), chunks, threads=threads)
 
 
+def test_a_record_that_declares_far_more_than_its_chunk_is_not_read(packs: Packs) -> None:
+    """A small chunk must not cost the memory of a whole pack."""
+    packs.add((b"small", Encoded(codecs.PLANES, b"", (), [bytes(8 << 20)])))
+    store = packs.fresh()
+    tracemalloc.start()
+    with pytest.raises(CorruptionError, match="impossible lengths"):
+        read(store, [b"small"])
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2 << 20
+
+
 def test_depth_of_references_is_bounded(packs: Packs, xor_codec: int) -> None:
     """A chain without end must not exhaust the stack."""
     chain = [noise(500) for _ in range(fetch.MAX_DEPTH + 2)]
