@@ -8,7 +8,19 @@ from deltackpt_store import errors
 
 from ._version import __version__
 from .checkpointer import Checkpointer
-from .events import Committed, Compacted, Event, Failed, Observer, Preempted, Skipped, Staged
+from .compaction import Compact
+from .events import (
+    Committed,
+    Compacted,
+    CompactionFailed,
+    Event,
+    Failed,
+    Observer,
+    Preempted,
+    Skipped,
+    Staged,
+    StoreCompacted,
+)
 from .load import load, steps
 from .policy import Every, Keep
 from .repairing import repair
@@ -18,7 +30,9 @@ from .restore import Restored, restore_into
 __all__ = [
     "Checkpointer",
     "Committed",
+    "Compact",
     "Compacted",
+    "CompactionFailed",
     "Event",
     "Every",
     "Failed",
@@ -30,6 +44,7 @@ __all__ = [
     "SaveReport",
     "Skipped",
     "Staged",
+    "StoreCompacted",
     "__version__",
     "errors",
     "load",

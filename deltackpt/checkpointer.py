@@ -22,6 +22,7 @@ from deltackpt_store.store import Store
 
 from .calls import Calls
 from .capture import Capture, capture
+from .compaction import Compact, Compactions, check_compact
 from .events import Observer, Observers, Preempted, Skipped
 from .extents import BufferPool
 from .guard import Guard, has_optimizer
@@ -104,6 +105,7 @@ class Checkpointer:
         threads: int | None = None,
         final: bool = True,
         mode: int | None = None,
+        compact: Literal["auto"] | Compact | None = None,
     ) -> None:
         """Open the store (made when there is none) and check everything that can be checked.
 
@@ -124,7 +126,9 @@ class Checkpointer:
         `rng`: include the random number generators. `save_on`: signals after which the next `step`
         saves. `threads`: hashing and copying threads, by default the smaller of 4 and the cores.
         `final`: save the newest step passed to `step` at close, when it was not saved.
-        `mode`: permission bits of a new store.
+        `mode`: permission bits of a new store. `compact`: compact the store now and then, in a
+        process of low priority that ends with this object; "auto" or :class:`Compact`. Its failures
+        are logged and told to observers, and touch neither training nor saved steps.
 
         Raises `InvalidInputError` naming the option, and what opening a store raises.
         """
@@ -134,6 +138,7 @@ class Checkpointer:
             on_error=on_error, durable_timeout=durable_timeout, lock_timeout=lock_timeout,
             rng=rng, threads=threads, final=final,
         )  # fmt: skip
+        compacting = check_compact(compact)
         if not isinstance(state, Mapping) or not state:  # pyright: ignore[reportUnnecessaryIsInstance] -- users' input
             raise InvalidInputError(
                 "state must be a mapping that is not empty, such as {'model': model}",
@@ -146,6 +151,13 @@ class Checkpointer:
         self._pipeline = SavePipeline(self._store, options, self._observers, self._order)
         self._signals = SaveSignals(save_on)
         self._due = Due(options.every)
+        self._compactions = (
+            None
+            if compacting is None
+            else Compactions(self._store.path, options.run, compacting, self._observers)
+        )
+        if self._compactions is not None:
+            weakref.finalize(self, self._compactions.end).atexit = False
         self._pool = BufferPool()
         self._calls = Calls()
         self._previous: Capture | None = None
@@ -280,6 +292,8 @@ class Checkpointer:
             overlap=overlap, skipped=self._skipped,
         )  # fmt: skip
         progress = self._pipeline.submit(request, captured, started)
+        if self._compactions is not None:
+            self._compactions.start()
         self._skipped, self._deferred, self._saved_step = 0, False, step
         if not overlap:
             self._pipeline.lock()
@@ -466,6 +480,8 @@ class Checkpointer:
         self._guard.remove()
         self._signals.uninstall()
         self._finalizer.detach()
+        if self._compactions is not None:
+            self._compactions.close()
         self._pipeline.close(self._options.durable_timeout)
         self._previous = None
 

@@ -3,7 +3,8 @@
 An observer is any object with an ``on_event(event)`` method. The events of one save come in order;
 those of different saves may come at once, on whichever thread the thing happened: `Staged` on the
 staging thread; `Committed`, `Compacted` and `Failed` on a thread of their own, except that a save
-which fails while it is staged fails there; `Skipped`, `Restored` and `Preempted` in the caller's.
+which fails while it is staged fails there; `StoreCompacted` and `CompactionFailed` on another
+one; `Skipped`, `Restored` and `Preempted` in the caller's.
 An observer should return quickly: what that thread does next waits for it. What an observer raises
 is logged and goes no further. `Restored` is what `Checkpointer.restore` returns.
 """
@@ -15,6 +16,7 @@ import logging
 from collections.abc import Iterable
 from typing import Protocol, runtime_checkable
 
+from deltackpt_store.compact_report import CompactReport
 from deltackpt_store.errors import DeltackptError, InvalidInputError
 
 from .report import SaveReport
@@ -78,7 +80,33 @@ class Compacted:
     removed: tuple[int, ...]
 
 
-Event = Staged | Committed | Skipped | Failed | Restored | Preempted | Compacted
+@dataclasses.dataclass(frozen=True, slots=True)
+class StoreCompacted:
+    """A compaction beside the training of `run` has done something: `Checkpointer(compact=)`."""
+
+    run: str
+    report: CompactReport
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CompactionFailed:
+    """A compaction beside the training of `run` failed, or its process ended. Nothing is lost."""
+
+    run: str
+    error: DeltackptError
+
+
+Event = (
+    Staged
+    | Committed
+    | Skipped
+    | Failed
+    | Restored
+    | Preempted
+    | Compacted
+    | StoreCompacted
+    | CompactionFailed
+)
 
 
 @runtime_checkable

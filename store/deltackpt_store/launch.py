@@ -60,7 +60,7 @@ class WriterProcess:
                 "this interpreter has no executable to start the writer process with",
                 hint='use writer="thread"',
             )
-        self._stderr = _error_file()
+        self._stderr = error_file()
         command = [sys.executable, "-P"]
         if sys.flags.no_user_site:
             command.append("-s")
@@ -127,6 +127,24 @@ class WriterProcess:
         return ""
 
 
+def start_compactions(
+    store: str, settings: str, stderr: IO[bytes] | None
+) -> subprocess.Popen[bytes]:
+    """A process of the lowest priority that compacts `store` now and then: see `compact_job`.
+
+    `settings` are its `JobSettings` as JSON. It tells on stdout what it has done, and ends with
+    this process. `stderr` takes its last words. OSError when it cannot be started.
+    """
+    command = [sys.executable, "-P", writer.__file__, "--store", store, "--compact", settings]
+    command += ["--parent", str(os.getpid()), "--nice", "19"]
+    command += ["--path", os.pathsep.join(_dependency_directories())]
+    return subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL if stderr is None else stderr,
+        env=_environment(), cwd="/", start_new_session=True,
+    )  # fmt: skip
+
+
 class WriterThread:
     """The writer as a thread of the trainer, over the same socket and ring."""
 
@@ -163,7 +181,7 @@ class WriterThread:
             os.close(fd)
 
 
-def _error_file() -> IO[bytes] | None:
+def error_file() -> IO[bytes] | None:
     """An unlinked file for the writer's error output; None where no directory takes one."""
     try:
         return tempfile.TemporaryFile(prefix="deltackpt-writer-")

@@ -28,6 +28,7 @@ def main(arguments: list[str]) -> int:
 
     ``--control-fd`` and ``--ring-fd`` are inherited descriptors, ``--parent`` the trainer's
     process id, ``--nice`` an increment, ``--path`` more import directories for dependencies.
+    With ``--compact`` (settings) and ``--store`` (a path) it compacts instead: see `compact_job`.
     """
     for number in IGNORED_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
@@ -39,6 +40,11 @@ def main(arguments: list[str]) -> int:
     sys.path += [path for path in options.get("--path", "").split(os.pathsep) if path]
     if "deltackpt_store" not in sys.modules:
         _adopt_package()
+    if "--compact" in options:
+        from deltackpt_store.compact_job import run_job
+
+        run_job(options["--store"], options["--compact"], int(options["--parent"]))
+        return 0
     from deltackpt_store.serve import serve_process
 
     serve_process(
