@@ -7,17 +7,19 @@ told apart by the first eight bytes of their ids, which is far more than countin
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from deltackpt_store.errors import DeltackptError
-from deltackpt_store.manifest import Commit, Snapshot
+from deltackpt_store.manifest import Commit
 from deltackpt_store.store import Store
 from numpy.typing import NDArray
 
-Keys = NDArray[np.uint64]
+from deltackpt_tools.chunk_lives import Lives
+from deltackpt_tools.chunk_states import ChunkStates, Keys
 
 
 @dataclass(slots=True)
@@ -88,6 +90,11 @@ class Catalogue:
         places = np.minimum(np.searchsorted(self.keys, keys), len(self.keys) - 1)
         return places, self.keys[places] == keys
 
+    @property
+    def references(self) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+        """Places of the two ends of every reference whose target is stored."""
+        return self._from[self._known], self._to[self._known]
+
     def closure(self, places: NDArray[np.intp]) -> NDArray[np.intp]:
         """`places` and the chunks they are coded against, each once."""
         reached = np.zeros(len(self.keys), np.bool_)
@@ -119,50 +126,22 @@ def measure(store: Store, progress: Callable[[int, int], None] | None = None) ->
     commits = all_commits(store, unreadable)
     catalogue = Catalogue(store)
     unreadable += [(f"packs/{n}", e.message) for n, e in sorted(store.packs.damaged.items())]
-    size = len(catalogue.keys)
-    reached = np.zeros(size, np.int64)  # by how many steps
-    owner = np.zeros(size, np.int64)  # the last of them
-    run_reached = np.zeros(size, np.int64)  # by how many runs
-    run_owner = np.full(size, -1, np.int64)
-    runs: list[RunUsage] = []
-    steps: list[StepUsage] = []
+    counting = _Counting(catalogue, ChunkStates(store))
     done, total = 0, sum(len(of_run) for _, of_run in commits)
-    for number, (run, of_run) in enumerate(commits):
-        usage = RunUsage(run)
-        runs.append(usage)
+    for run, of_run in commits:
+        counting.begin(run)
         for commit in of_run:
             try:
-                snapshot = store.snapshot(commit)
+                counting.add(commit)
             except DeltackptError as error:
                 unreadable.append((f"{commit.run}@{commit.step}", error.message))
                 continue
-            step = StepUsage(commit)
-            places = _places(snapshot, catalogue, step)
-            stored = catalogue.stored[places]
-            step.total = int(stored.sum())
-            step.added = int(stored[reached[places] == 0].sum())
-            reached[places] += 1
-            owner[places] = len(steps)
-            fresh = places[run_owner[places] != number]
-            usage.total += int(catalogue.stored[fresh].sum())
-            run_reached[fresh] += 1
-            run_owner[fresh] = number
-            steps.append(step)
-            usage.steps.append(step)
             done += 1
             if progress is not None:
                 progress(done, total)
-    for step, unique in zip(
-        steps, _sums(owner, catalogue.stored, reached == 1, len(steps)), strict=True
-    ):
-        step.unique = unique
-    for usage, unique in zip(
-        runs, _sums(run_owner, catalogue.stored, run_reached == 1, len(runs)), strict=True
-    ):
-        usage.unique = unique
+    runs, referenced = counting.finish()
     files = measure_files(store)
     distinct = int(catalogue.stored.sum())
-    referenced = int(catalogue.stored[reached > 0].sum())
     return Usage(
         files=files,
         runs=runs,
@@ -211,11 +190,99 @@ def _forks_last(runs: list[tuple[str, list[Commit]]]) -> list[tuple[str, list[Co
     return list(ordered.items())
 
 
-def _places(snapshot: Snapshot, catalogue: Catalogue, step: StepUsage) -> NDArray[np.intp]:
-    keys = np.unique(joined([chunk_keys(ids) for ids in snapshot.chunks.values()], np.uint64))
-    places, known = catalogue.find(keys)
-    step.missing = int((~known).sum())
-    return catalogue.closure(places[known])
+class _Counting:
+    """Counts steps and runs by chunk, in time that grows with what changes from step to step.
+
+    Chunks that no pack holds have places behind those of the catalogue, and no bytes.
+    """
+
+    def __init__(self, catalogue: Catalogue, states: ChunkStates) -> None:
+        self._catalogue = catalogue
+        self._states = states
+        self._lost = np.empty(0, np.uint64)  # keys of the chunks that no pack holds, in order
+        self._lost_at = np.empty(0, np.intp)  # and their places
+        self._keys = np.empty(0, np.uint64)
+        self._runs: list[RunUsage] = []
+        self._steps: list[StepUsage] = []
+        size = len(catalogue.keys)
+        self._lives = Lives(size, *catalogue.references)
+        self._stored = catalogue.stored
+        self._reached = np.zeros(size, np.int64)  # by how many steps, up to when it went last
+        self._since = np.zeros(size, np.int64)  # number of the step that needed it first, or again
+        self._run_reached = np.zeros(size, np.int64)  # by how many runs
+        self._run_owner = np.full(size, -1, np.int64)  # the last of them
+        self._total = self._missing = 0
+
+    def begin(self, run: str) -> None:
+        """The steps that come next are of this run."""
+        self._runs.append(RunUsage(run))
+        self._move(np.empty(0, np.uint64))  # what the last run needed is not needed for its own
+
+    def add(self, commit: Commit) -> None:
+        """Count the next step; nothing is counted when it cannot be read (DeltackptError)."""
+        born = self._move(self._states.keys(commit))
+        usage, number = self._runs[-1], len(self._runs) - 1
+        step = StepUsage(commit, total=self._total, missing=self._missing)
+        new = born[self._run_owner[born] < 0]
+        step.added = int(self._stored[new].sum())
+        fresh = born[self._run_owner[born] != number]
+        usage.total += int(self._stored[fresh].sum())
+        self._run_reached[fresh] += 1
+        self._run_owner[fresh] = number
+        self._steps.append(step)
+        usage.steps.append(step)
+
+    def finish(self) -> tuple[list[RunUsage], int]:
+        """All runs, and the bytes that any step reaches."""
+        self._move(np.empty(0, np.uint64))
+        alone = self._reached == 1
+        sums = _sums(self._since, self._stored, alone, len(self._steps))
+        for step, unique in zip(self._steps, sums, strict=True):
+            step.unique = unique
+        alone = self._run_reached == 1
+        sums = _sums(self._run_owner, self._stored, alone, len(self._runs))
+        for usage, unique in zip(self._runs, sums, strict=True):
+            usage.unique = unique
+        return self._runs, int(self._stored[self._reached > 0].sum())
+
+    def _move(self, keys: Keys) -> NDArray[np.intp]:
+        """Need these from the next step on; return the places that were not needed before."""
+        less, more = self._keys, keys
+        if len(less) == len(more):
+            differ = np.flatnonzero(less != more)
+            less, more = less[differ], more[differ]
+        self._keys = keys
+        change = self._lives.move(self._find(less), self._find(more))
+        now = len(self._steps)
+        self._reached[change.gone] += now - self._since[change.gone]
+        self._since[change.born] = now
+        for places, sign in ((change.born, 1), (change.gone, -1)):
+            self._total += sign * int(self._stored[places].sum())
+            self._missing += sign * int((places >= len(self._catalogue.keys)).sum())
+        return change.born
+
+    def _find(self, keys: Keys) -> NDArray[np.intp]:
+        places, known = self._catalogue.find(keys)
+        if not known.all():
+            places[~known] = self._find_lost(keys[~known])
+        return places
+
+    def _find_lost(self, keys: Keys) -> NDArray[np.intp]:
+        new = np.setdiff1d(keys, self._lost)
+        if len(new):
+            first = len(self._stored)
+            self._lost = np.concatenate([self._lost, new])
+            self._lost_at = np.concatenate([self._lost_at, np.arange(first, first + len(new))])
+            order = np.argsort(self._lost)
+            self._lost, self._lost_at = self._lost[order], self._lost_at[order]
+            none = np.zeros(len(new), np.int64)
+            self._lives.grow(len(new))
+            self._stored = np.concatenate([self._stored, none])
+            self._reached = np.concatenate([self._reached, none])
+            self._since = np.concatenate([self._since, none])
+            self._run_reached = np.concatenate([self._run_reached, none])
+            self._run_owner = np.concatenate([self._run_owner, none - 1])
+        return self._lost_at[np.searchsorted(self._lost, keys)]
 
 
 def _sums(
@@ -232,7 +299,9 @@ def measure_files(store: Store) -> Files:
     for relative in _walk(store, ""):
         try:
             handle = store.io.open(f"{store.path}/{relative}")
-        except FileNotFoundError:  # a file may be collected meanwhile
+        except OSError as error:  # a file may be collected meanwhile; others are no files
+            if error.errno not in (errno.ENOENT, errno.ENXIO, errno.EISDIR, errno.ELOOP):
+                raise
             continue
         try:
             length = store.io.size(handle)
