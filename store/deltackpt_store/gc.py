@@ -24,8 +24,9 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from functools import partial
 
 from deltackpt_store import leases
 from deltackpt_store.doomed import Doomed, leftovers, unneeded
@@ -57,6 +58,9 @@ from deltackpt_store.settling import (
 from deltackpt_store.store import Store
 
 _log = logging.getLogger("deltackpt.store.gc")
+
+Progress = Callable[[str, int, int], None]
+"""Called with (what is being done, done, total) by the thread that collects."""
 
 _FEW_PACKS = 500
 """Condemned at a time when the record of all does not fit onto a full disk."""
@@ -93,12 +97,14 @@ def collect(
     timeout: float = ACK_SECONDS,
     avoid: Collection[str] = (),
     wait: Wait | None = None,
+    progress: Progress | None = None,
 ) -> GcReport:
     """Delete what nothing reaches from `store`.
 
     `avoid` are packs to be got rid of where other packs hold their chunks too. `timeout` (seconds)
     bounds the wait for live writers to acknowledge; `wait` replaces it, for tests. `dry_run` only
-    reads, takes no lock, and reports what would go at this moment.
+    reads, takes no lock, and reports what would go at this moment. `progress` is called with what is
+    done ("marking", "waiting", "proving", "deleting"), and how much of it: (done, total).
 
     Raises ConflictError when another collection runs (kind ``gc-running``) or a live writer does
     not acknowledge in time (``gc-busy``: nothing was deleted, run it again later);
@@ -107,13 +113,13 @@ def collect(
     """
     store.format.require("gc", store.path)
     if dry_run:
-        return _Collection(store, avoid).plan()
+        return _Collection(store, avoid, progress).plan()
     with collection_lock(store.io, store.path):
-        collection = _Collection(store, avoid)
+        collection = _Collection(store, avoid, progress)
         try:
             report = collection.run(wait or patience(timeout))
             while collection.more:
-                collection = _Collection(store, avoid)
+                collection = _Collection(store, avoid, progress)
                 report = _added(report, collection.run(wait or patience(timeout)))
         except OSError as error:
             if isinstance(error, DeltackptError):
@@ -124,11 +130,12 @@ def collect(
 
 
 class _Collection:
-    def __init__(self, store: Store, avoid: Collection[str]) -> None:
+    def __init__(self, store: Store, avoid: Collection[str], progress: Progress | None) -> None:
         self._store = Store(store.path, store.io, store.format)  # remembers nothing from before
         self._io = store.io
         self._root = store.path
         self._avoid = frozenset(avoid)
+        self._progress: Progress = progress or (lambda stage, done, total: None)
         self.more = False
         """There was no space to write down all that may go: collect again."""
 
@@ -152,6 +159,7 @@ class _Collection:
             report.generation = last.number
             return report
         generation = self._publish(last, roots, doomed, marking)
+        self._progress("waiting", 0, 0)
         claims, writers = settle(self._io, self._root, generation.number, wait)
         roots, marking, now = self._mark(generation.packs)
         final = _final(doomed, now, generation, claims)
@@ -174,7 +182,10 @@ class _Collection:
         # Names first: what is published after they were listed is none of this collection's.
         lying = leftovers(self._io, self._root)
         roots = read_roots(self._store)
-        marking = mark(self._store, roots, avoid=self._avoid, condemned=condemned)
+        marking = mark(
+            self._store, roots, avoid=self._avoid, condemned=condemned,
+            progress=partial(self._progress, "marking"),
+        )  # fmt: skip
         return roots, marking, unneeded(self._store, roots, marking, lying)
 
     def _last(self) -> Generation:
@@ -246,7 +257,8 @@ class _Collection:
     def _prove(self, marking: Marking, final: Doomed) -> None:
         """Pardon packs whose chunks cannot be read from where they are to stay."""
         while final.packs:
-            lost = unreadable_after(self._store, marking, final.packs)
+            told = partial(self._progress, "proving")
+            lost = unreadable_after(self._store, marking, final.packs, told)
             if not lost:
                 return
             _log.warning(
@@ -256,8 +268,9 @@ class _Collection:
             final.packs -= marking.catalogue.holders(lost)
 
     def _delete(self, final: Doomed) -> None:
-        for name in sorted(final.packs):
+        for done, name in enumerate(sorted(final.packs)):
             self._unlink(pack_path(name))
+            self._progress("deleting", done + 1, len(final.packs))
         for run in sorted({run for run, _ in final.commits}):
             records = [number_name(number) for r, number in final.commits if r == run]
             for record in records:

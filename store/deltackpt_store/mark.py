@@ -6,7 +6,7 @@ records or a million references. Nothing is written.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -43,8 +43,13 @@ class Catalogue:
     Groups are numbered in the order of chunk ids' first eight bytes.
     """
 
-    def __init__(self, store: Store, names: Sequence[str]) -> None:
-        """Read the footers of the packs. CorruptionError, StorageError when one is unreadable."""
+    def __init__(
+        self, store: Store, names: Sequence[str], told: Callable[[], None] | None = None
+    ) -> None:
+        """Read the footers of the packs, calling `told` after each.
+
+        CorruptionError, StorageError when one is unreadable.
+        """
         self.names = list(names)
         self.sizes: list[int] = []
         tables: list[Ids] = []
@@ -56,6 +61,8 @@ class Catalogue:
         total = 0
         for name in self.names:
             footer = read_footer(store.io, pack_path(store.path, name), store_uuid=store.uuid)
+            if told is not None:
+                told()
             entries = footer.entries
             tables.append(np.ascontiguousarray(entries.ids))
             stored.append(entries.table["stored"].astype(np.uint32))
@@ -339,17 +346,30 @@ def mark(
     avoid: Collection[str] = (),
     condemned: Collection[str] = (),
     without: Collection[str] = (),
+    progress: Callable[[int, int], None] | None = None,
 ) -> Marking:
     """Mark from `roots` over all packs that lie in the store now, save those `without`.
 
-    `avoid` and `condemned` as of `Marking`.
+    `avoid` and `condemned` as of `Marking`. `progress` is called with (done, total), counting packs
+    and manifests.
 
     CorruptionError when anything needed is missing or unreadable, StorageError.
     """
-    catalogue = Catalogue(store, [n for n in store.packs.names() if n not in without])
+    names = [n for n in store.packs.names() if n not in without]
+    by_base = _by_base(roots)
+    done, total = 0, len(names) + sum(map(len, by_base.values()))
+
+    def told(count: int = 1) -> None:
+        nonlocal done
+        done += count
+        if progress is not None:
+            progress(done, total)
+
+    catalogue = Catalogue(store, names, told)
     marking = Marking(catalogue, avoid, condemned)
-    for base, users in _by_base(roots).items():
+    for base, users in by_base.items():
         _mark_base(store, base, users, marking)
+        told(len(users))
     marking.choose()
     return marking
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 import numpy as np
 
@@ -27,8 +27,15 @@ class _Staying(PackSet):
         return [name for name in super().names() if name not in self._doomed]
 
 
-def unreadable_after(store: Store, marking: Marking, doomed: Collection[str]) -> set[bytes]:
+def unreadable_after(
+    store: Store,
+    marking: Marking,
+    doomed: Collection[str],
+    progress: Callable[[int, int], None] | None = None,
+) -> set[bytes]:
     """Chunks that are needed, lie in a pack of `doomed`, and cannot be read from the others.
+
+    `progress` is called with (done, total), counting chunks.
 
     Reads every such chunk once, in bounded memory. StorageError when reading fails as such.
     """
@@ -45,13 +52,15 @@ def unreadable_after(store: Store, marking: Marking, doomed: Collection[str]) ->
     lost: set[bytes] = {ids[i].tobytes() for i in np.flatnonzero(found.packs < 0).tolist()}
     batch: list[Request] = []
     size = 0
-    for i in np.flatnonzero(found.packs >= 0).tolist():
+    for done, i in enumerate(np.flatnonzero(found.packs >= 0).tolist()):
         length = int(lengths[i])
         batch.append((ids[i].tobytes(), memoryview(bytearray(length))))
         size += length
         if size >= _BATCH_BYTES:
             lost |= _unreadable(reader, batch)
             batch, size = [], 0
+            if progress is not None:
+                progress(done + 1, len(lengths))
     return lost | _unreadable(reader, batch)
 
 

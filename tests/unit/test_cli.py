@@ -741,19 +741,11 @@ def test_a_reader_that_leaves_early_is_no_error(store: Fixture) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_progress_is_for_terminals_only(store: Fixture, tmp_path: Path) -> None:
-    """Progress lines in a log file make it unreadable, and in a pipe they break parsers."""
-    script = (
-        "import deltackpt_tools.progress as p; p._INTERVAL = 0.0\n"
-        "from deltackpt_tools.cli import main; main()"
-    )
-    wanted = arguments("export", store, tmp_path)
-    quiet = deltackpt(*wanted, code=script)
-    assert quiet.returncode == 0
-    assert quiet.stderr == ""
+def on_a_terminal(code: str, *wanted: object) -> tuple[bytes, bytes]:
+    """stdout, and what a terminal at stderr shows; the command must succeed."""
     terminal, other = pty.openpty()
     process = subprocess.Popen(
-        [sys.executable, "-c", script, *map(str, wanted)], stdout=subprocess.PIPE, stderr=other
+        [sys.executable, "-c", code, *map(str, wanted)], stdout=subprocess.PIPE, stderr=other
     )
     os.close(other)
     seen = b""
@@ -768,8 +760,28 @@ def test_progress_is_for_terminals_only(store: Fixture, tmp_path: Path) -> None:
     os.close(terminal)
     output, _ = process.communicate()
     assert process.returncode == 0
-    assert b"export: [####" in seen
-    assert b"export: [" not in output
+    return output, seen
+
+
+@pytest.mark.parametrize(
+    ("command", "bar"), [("export", b"export: [####"), ("gc", b"gc: marking: [####")]
+)
+def test_progress_is_for_terminals_only(
+    store: Fixture, tmp_path: Path, command: str, bar: bytes
+) -> None:
+    """Progress lines in a log file make it unreadable, and in a pipe they break parsers."""
+    script = (
+        "import deltackpt_tools.progress as p; p._INTERVAL = 0.0\n"
+        "from deltackpt_tools.cli import main; main()"
+    )
+    wanted = arguments(command, store, tmp_path)
+    quiet = deltackpt(*wanted, code=script)
+    assert quiet.returncode == 0
+    assert quiet.stderr == ""
+    output, seen = on_a_terminal(script, *wanted)
+    assert bar in seen
+    assert b"[####" not in output
+    assert on_a_terminal(script, *wanted, "--json")[1] == b""
 
 
 def listing(path: Path) -> dict[str, tuple[int, int, int]]:

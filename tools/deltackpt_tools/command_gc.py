@@ -85,8 +85,13 @@ def command(store_path: str, dry_run: bool, timeout: float, as_json: bool) -> No
     'retain' and 'pin' to say.
     """
     store = open_store(store_path)
-    with Progress("gc", unit=""):
-        report = collect(store, dry_run=dry_run, timeout=timeout)
+    with Progress("gc", unit="") as progress:
+
+        def told(stage: str, done: int, total: int) -> None:
+            progress.label = f"gc: {stage}"
+            progress.update(done, total)
+
+        report = collect(store, dry_run=dry_run, timeout=timeout, progress=told)
     if as_json:
         write_json(_document(store.path, report))
     else:

@@ -6,6 +6,8 @@ import sys
 import time
 from types import TracebackType
 
+import click
+
 from deltackpt_tools.output import size
 
 _INTERVAL = 0.1  # seconds between two drawings
@@ -14,7 +16,8 @@ _INTERVAL = 0.1  # seconds between two drawings
 class Progress:
     """``with Progress("verify", total) as p: p.advance(n)``; counts bytes unless `unit` is given.
 
-    Draws nothing unless stderr is a terminal. Calls may come from one thread at a time.
+    Draws nothing unless stderr is a terminal, nor with ``--json``.
+    Calls may come from one thread at a time.
     """
 
     def __init__(self, label: str, total: int | None = None, *, unit: str = "bytes") -> None:
@@ -22,7 +25,9 @@ class Progress:
         self.total = total
         self.done = 0
         self._unit = unit
-        self._live = sys.stderr.isatty()
+        context = click.get_current_context(silent=True)
+        quiet = context is not None and bool(context.meta.get("deltackpt.json"))
+        self._live = sys.stderr.isatty() and not quiet
         self._last = 0.0
         self._width = 0
 
