@@ -34,7 +34,8 @@ SLACK_BYTES = 4096
 HEAD_BYTES = 64 * 1024
 """The front of an encoded record is never longer."""
 
-_CACHE_BYTES = 8 * 1024 * 1024  # reference chunks kept
+_CACHE_BYTES = 8 * 1024 * 1024  # reference chunks kept, or
+_CACHE_CHUNKS = 12  # so many: what a chunk that follows from eight steps needs
 _REFERENCE_BYTES = 512 * 1024 * 1024  # raw bytes of references read for one chunk
 _REFERENCE_READS = 4096  # references read for one chunk, all depths together
 _HANDLES = 8
@@ -83,6 +84,7 @@ class Fetcher:
         self._cached = 0
         # Buffers that fell out of the cache: still in use by the chunk at hand, or free for reuse.
         self._dropped: list[bytearray] = []
+        self._lent: dict[bytes, memoryview] = {}
         self._free: list[bytearray] = []
 
     def __enter__(self) -> Fetcher:
@@ -104,6 +106,14 @@ class Fetcher:
         else:
             data = self._read_record(task)
             self.decode(task, data[: place.header], data[place.header :])
+
+    def lend(self, task: Task) -> None:
+        """What has just been fetched serves as a reference, until :meth:`end_loan`."""
+        self._lent[task.id] = task.dest
+
+    def end_loan(self) -> None:
+        """Destinations are not looked at any more."""
+        self._lent.clear()
 
     def decode(self, task: Task, front: memoryview, payload: memoryview) -> None:
         """Decode a record just read (its front, its payload) and check the result."""
@@ -159,6 +169,9 @@ class Fetcher:
         """Raw bytes of a chunk that another is coded against, from any place that holds it."""
         if depth > MAX_DEPTH:
             raise unreadable(chunk_id, f"it is a reference {depth} deep")
+        lent = self._lent.get(chunk_id)
+        if lent is not None:
+            return lent
         kept = self._references.get(chunk_id)
         if kept is not None:
             self._references.move_to_end(chunk_id)
@@ -205,7 +218,8 @@ class Fetcher:
     def _keep(self, chunk_id: bytes, data: bytearray) -> None:
         self._cached += len(data) - len(self._references.get(chunk_id, b""))
         self._references[chunk_id] = data
-        while self._cached > _CACHE_BYTES and self._references:
+        room = max(_CACHE_BYTES, _CACHE_CHUNKS * len(data))
+        while self._cached > room and self._references:
             dropped = self._references.popitem(last=False)[1]
             self._cached -= len(dropped)
             self._dropped.append(dropped)

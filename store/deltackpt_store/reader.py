@@ -41,6 +41,9 @@ _ALONE_BYTES = 1024 * 1024  # encoded payloads of this size are read one by one
 _GAP_BYTES = 64 * 1024  # neighbours with less between them are read as one range
 _PARALLEL_BYTES = 4 * 1024 * 1024  # less is read by the caller's thread alone
 
+_SHARING = (codecs.CAST, codecs.ADAM)
+"""Chunks with these codecs need many others, and the same ones as their neighbours."""
+
 Request = tuple[bytes, memoryview]
 
 
@@ -118,7 +121,33 @@ class ChunkReader:
                 held = int(found.entries["raw"][i])
                 error = unreadable(ids[i], f"it has {held} bytes, not {lengths[i]}")
             failures.append(_Failure(ids[i], dests[i], None, error))
-        return _Plan(ids, dests, found.names, found.packs, found.entries, usable), failures
+        families = self._families(ids, usable & np.isin(found.entries["codec"], _SHARING), usable)
+        return _Plan(
+            ids, dests, found.names, found.packs, found.entries, usable, families
+        ), failures
+
+    def _families(
+        self, ids: Sequence[bytes], coded: NDArray[np.bool_], usable: NDArray[np.bool_]
+    ) -> list[list[int]]:
+        """Chunks that need the same others to be decoded: read together, these are read once.
+
+        Those are what optimizer steps with the same new first moment make, their rounding to 16
+        bits, and that first moment itself.
+        """
+        if not coded.any():
+            return []
+        index = self._packs.index
+        families: dict[bytes, list[int]] = {}
+        for i in np.flatnonzero(coded).tolist():
+            place = index.get(ids[i])
+            if place is not None and place.codec == codecs.CAST and place.refs:
+                place = index.get(place.refs[0])
+            if place is not None and place.codec == codecs.ADAM and place.refs:
+                families.setdefault(place.refs[-1], []).append(i)
+        for i, chunk_id in enumerate(ids):
+            if chunk_id in families and usable[i]:
+                families[chunk_id].insert(0, i)
+        return list(families.values())
 
     def _retry(self, failures: list[_Failure]) -> None:
         """Try every other place of what failed; raise for what fails everywhere."""
@@ -170,6 +199,7 @@ class _Plan:
         packs: NDArray[np.int64],
         entries: NDArray[Any],
         usable: NDArray[np.bool_],
+        families: list[list[int]],
     ) -> None:
         raw = entries["codec"] == codecs.RAW
         offset = entries["offset"].astype(np.int64)
@@ -177,12 +207,19 @@ class _Plan:
         stored, size = entries["stored"].astype(np.int64), entries["raw"].astype(np.int64)
         # Raw payloads prove themselves by their id: their record's front is not read at all.
         start = np.where(raw, payload, offset)
+        together = np.array([i for family in families for i in family], np.int64)
+        usable = usable.copy()
+        usable[together] = False
         order = np.lexsort((start, packs))
         order = order[usable[order]]
         direct = raw & (size >= _DIRECT_BYTES)
         alone = (stored > size + SLACK_BYTES) | (raw & (stored != size))
         alone |= ~direct & (payload + stored - start > _ALONE_BYTES)
 
+        first = len(order)
+        cuts = _cut(packs[order], start[order], (payload + stored)[order], direct[order],
+                    alone[order])  # fmt: skip
+        order = np.concatenate([order, together])
         chosen: list[int] = order.tolist()
         self.names = names
         self.ids = [ids[i] for i in chosen]
@@ -194,9 +231,12 @@ class _Plan:
         self.codec: list[int] = entries["codec"][order].tolist()
         self.direct: list[bool] = direct[order].tolist()
         self.bytes = int(stored[order].sum())
-        self.units = _cut(
-            packs[order], start[order], (payload + stored)[order], direct[order], alone[order]
-        )
+        self.alone = first
+        """From this chunk on units are families, read one by one."""
+        self.units = cuts
+        for family in families:
+            self.units.append((first, first + len(family)))
+            first += len(family)
 
     def location(self, i: int) -> Location:
         """The place of chunk `i`, for reading it by itself."""
@@ -282,7 +322,8 @@ class _Run:
 
     def _read_unit(self, fetcher: Fetcher, first: int, end: int) -> list[_Failure]:
         """Read neighbouring records of one pack; return those that are damaged."""
-        if end - first > 1:
+        family = first >= self._plan.alone
+        if end - first > 1 and not family:
             try:
                 if self._plan.direct[first]:
                     return self._read_direct(fetcher, first, end)
@@ -298,6 +339,10 @@ class _Run:
                 if not is_damage(error):
                     raise
                 failures.append(_Failure(task.id, task.dest, task.place, error))
+            else:
+                if family:
+                    fetcher.lend(task)
+        fetcher.end_loan()
         return failures
 
     def _read_direct(self, fetcher: Fetcher, first: int, end: int) -> list[_Failure]:
