@@ -103,8 +103,8 @@ def collect(
 
     `avoid` are packs to be got rid of where other packs hold their chunks too. `timeout` (seconds)
     bounds the wait for live writers to acknowledge; `wait` replaces it, for tests. `dry_run` only
-    reads, takes no lock, and reports what would go at this moment. `progress` is called with what is
-    done ("marking", "waiting", "proving", "deleting"), and how much of it: (done, total).
+    reads, takes no lock, and reports what would go at this moment. `progress` is called with
+    what is done ("marking", "waiting", "proving", "deleting"), and how much of it: (done, total).
 
     Raises ConflictError when another collection runs (kind ``gc-running``) or a live writer does
     not acknowledge in time (``gc-busy``: nothing was deleted, run it again later);
