@@ -155,7 +155,7 @@ def slowdown(state: State, peer: Peer, every: int, seconds: float) -> dict[str, 
 
     A block that saves once does so in its first step, so that what the save costs later on shows.
     """
-    a = torch.randn(2048, 2048)
+    a = torch.randn(1024, 1024)
     torch.mm(a, a)
     began = time.perf_counter()
     for _ in range(5):

@@ -10,6 +10,7 @@ Nothing heavy is imported before the signals are dealt with.
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -38,6 +39,7 @@ def main(arguments: list[str]) -> int:
     if nice:
         os.nice(nice)
     sys.path += [path for path in options.get("--path", "").split(os.pathsep) if path]
+    gc.disable()
     if "deltackpt_store" not in sys.modules:
         _adopt_package()
     if "--compact" in options:
@@ -47,6 +49,8 @@ def main(arguments: list[str]) -> int:
         return 0
     from deltackpt_store.serve import serve_process
 
+    gc.freeze()  # nothing that the imports made is ever garbage: do not look at it again
+    gc.enable()
     serve_process(
         control_fd=int(options["--control-fd"]),
         ring_fd=int(options["--ring-fd"]),
