@@ -8,6 +8,7 @@ must restore, whatever is listed must be whole, and the next compaction must fin
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import pytest
 from authors import Author, Session, check_everything, id_of, words_in
@@ -141,13 +142,16 @@ def check_goes_on(disk: SimulatedDisk) -> None:
      (("collector", "compactor"), 60), (("compactor", "compactor"), 30)],
     ids=lambda value: "+".join(value) if isinstance(value, tuple) else None,
 )  # fmt: skip
-def test_every_order_with_one_preemption(actors: tuple[str, ...], least: int) -> None:
+def test_every_order_with_one_preemption(
+    actors: tuple[str, ...], least: int, figure: Callable[[str, int], None]
+) -> None:
     world = World()
     bodies = world.bodies(*actors)
     samples = [world.run(bodies, now_and_then(0.3, seed)) for seed in range(5)]
     shared = shared_paths(samples)
     schedules = sum(1 for _ in explore(lambda c: world.run(bodies, c, shared), 1))
     assert schedules >= least
+    figure("schedules with compactions", schedules)
 
 
 # cases 109, 130
