@@ -3,6 +3,7 @@
     python tools/codec_bench.py --json .bench/codecs.json       # every run, distances 1, 10, 100
     python tools/codec_bench.py mixed fp32 --chunks 24        # two runs, a smaller sample
     python tools/codec_bench.py mixed --side-by-side          # whole saves, beside moonclip
+    python tools/codec_bench.py mixed --every-step            # saves of every step, predicted
 
 Ratios are bytes of the state by bytes stored (records' 64 bytes and reference ids counted, with
 unchanged chunks at nothing); speeds are gigabytes of state per second of CPU time of one thread.
@@ -224,6 +225,9 @@ def main() -> None:
     parser.add_argument(
         "--side-by-side", action="store_true", help="whole saves beside moonclip instead"
     )
+    parser.add_argument(
+        "--every-step", action="store_true", help="saves of ten steps in a row instead"
+    )
     args = parser.parse_args()
     unknown = set(args.runs) - set(codec_states.RUNS)
     if unknown:
@@ -233,6 +237,10 @@ def main() -> None:
         import codec_rivals
 
         figures = {name: codec_rivals.compare(name, CACHE) for name in runs}
+    elif args.every_step:
+        import codec_steps
+
+        figures = {name: codec_steps.every_step(name, CACHE) for name in runs}
     else:
         figures = {name: measure(name, args.chunks) for name in runs}
     if args.json:

