@@ -39,7 +39,6 @@ def main(arguments: list[str]) -> int:
     if nice:
         os.nice(nice)
     sys.path += [path for path in options.get("--path", "").split(os.pathsep) if path]
-    gc.disable()
     if "deltackpt_store" not in sys.modules:
         _adopt_package()
     if "--compact" in options:
@@ -50,7 +49,6 @@ def main(arguments: list[str]) -> int:
     from deltackpt_store.serve import serve_process
 
     gc.freeze()  # nothing that the imports made is ever garbage: do not look at it again
-    gc.enable()
     serve_process(
         control_fd=int(options["--control-fd"]),
         ring_fd=int(options["--ring-fd"]),
