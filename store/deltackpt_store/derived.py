@@ -224,10 +224,11 @@ def _rounded(kind: int, raw: memoryview) -> list[bytes]:
 def candidates(layout: Layout) -> dict[int, list[int]]:
     """16-bit extent -> float32 extents of as many elements, the likeliest first.
 
-    Likelier are those whose path ends like that of the 16-bit tensor, then those at the same place
-    in the order of the tensors of that shape; moments of an optimizer come last.
+    Likelier is the one whose path below the top is that of the 16-bit tensor, then those at the
+    same place in the order of the tensors of that size; moments of an optimizer come last.
     """
     series: dict[tuple[str, str], defaultdict[int, list[int]]] = {}
+    named: dict[tuple[str, int], list[int]] = {}
     halves: defaultdict[int, list[int]] = defaultdict(list)
     names = [key[0] for key in extent_keys(layout)]
     for extent, spec in enumerate(layout.extents):
@@ -238,12 +239,13 @@ def candidates(layout: Layout) -> dict[int, list[int]]:
         elif spec.dtype == "float32":
             by_size = series.setdefault(_series(names[extent]), defaultdict(list))
             by_size[spec.nbytes].append(extent)
+            named.setdefault((_below(names[extent]), spec.nbytes), []).append(extent)
     found: dict[int, list[int]] = {}
     for size, extents in halves.items():
         same_size = [by_size[2 * size] for by_size in series.values() if by_size[2 * size]]
         for place, extent in enumerate(extents):
             near = [one[place] for one in same_size if place < len(one)]
-            alike = [c for one in same_size for c in one if _common(names[c], names[extent])]
+            alike = named.get((_below(names[extent]), 2 * size), [])
             near = sorted({*near, *alike}, key=_rank(names, extent))
             if near:
                 found[extent] = near[:8]
@@ -263,6 +265,10 @@ def _series(path: str) -> tuple[str, str]:
     """Tensors of one kind in order: weights of a model, all exp_avg, a list of masters."""
     names = path.split("/")
     return names[0], names[-1] if "state" in names else ""
+
+
+def _below(path: str) -> str:
+    return path.partition("/")[2] or path
 
 
 def _common(one: str, other: str) -> int:

@@ -47,9 +47,9 @@ from deltackpt_store.names import RETIRED_SUFFIX, check_name, number_name, parse
 from deltackpt_store.oserror import storage_error
 from deltackpt_store.pack import MAX_CHUNK_BYTES, Location, pack_path
 from deltackpt_store.pack_writer import BATCH_BYTES, PackBuilder, PackFile, sync_directory
-from deltackpt_store.recipes import Attempt, Coded, Recipe, Same, attempt
 from deltackpt_store.presence import KIND as VANISHED
 from deltackpt_store.presence import check_there, explain, make_empty_folders
+from deltackpt_store.recipes import Attempt, Coded, Recipe, Same, attempt
 from deltackpt_store.standing import Standing
 
 FOLDERS = ("packs", "manifests", "runs", "gc")
@@ -308,7 +308,8 @@ class StoreWriter:
                         made[chunk_id] = recipe.encoded
                 elif self._depth(recipe.refs, depths) <= recipe.depth:
                     limit = policy.expected(chunk.stream) * len(raw)
-                    work[chunk_id] = Attempt(raw, recipe, policy.entropy, limit)
+                    if limit:
+                        work[chunk_id] = Attempt(raw, recipe, policy.entropy, limit)
                 if chunk_id in made or chunk_id in work:
                     break
         attempts = list(work.values())
