@@ -30,10 +30,10 @@ from .keys import KeyMap
 from .lifecycle import SaveSignals
 from .options import CHUNK_BYTES, check_metrics, check_options, check_step
 from .pipeline import MAX_IN_FLIGHT, Request, SavePipeline
-from .policy import Due, DueFunction, Every, Keep, OnBusy, OnError
+from .policy import Due, DueFunction, Every, Keep, OnBusy, OnError, check_seconds
 from .remarks import environment, warn_of_missing_parameters
 from .report import Save, SaveProgress, SaveReport
-from .restore import Restored, restore_into
+from .restore import Restored, restore_and_hold
 from .steporder import StepOrder
 
 _log = logging.getLogger("deltackpt")
@@ -97,8 +97,8 @@ class Checkpointer:
         overlap: bool = True,
         on_busy: OnBusy = "wait",
         on_error: OnError = "raise",
-        durable_timeout: float = 600.0,
-        lock_timeout: float = 60.0,
+        durable_timeout: float | None = 600.0,
+        lock_timeout: float | None = 60.0,
         rng: bool = True,
         save_on: Sequence[int] = (),
         observers: Sequence[Observer] = (),
@@ -123,6 +123,7 @@ class Checkpointer:
         of `step` or `save` that finds room, of the state and under the step of *that* call.
         `durable_timeout`: seconds a save may take from call to durable; no call blocks longer.
         `lock_timeout`: seconds to wait for an earlier writer of this run that is still finishing.
+        None is no limit, for both.
         `rng`: include the random number generators. `save_on`: signals after which the next `step`
         saves. `threads`: hashing and copying threads, by default the smaller of 4 and the cores.
         `final`: save the newest step passed to `step` at close, when it was not saved.
@@ -342,7 +343,8 @@ class Checkpointer:
         Without `step`, the newest that verifies; `run` names another run to start from. What each
         object gets, and what the other options mean, is told by `deltackpt.restore_into`. Waits
         first until no save is in flight. Afterwards saves continue the restored step: the next one
-        must be of a later step, and writes only what has changed since. With `only`, which takes
+        must be of a later step, and writes only what has changed since. Until that one is durable,
+        retention and collection leave the restored step alone. With `only`, which takes
         parts of a step, saves go on as before.
 
         Raises what `restore_into` raises; `NotFoundError` for a step whose save has failed has
@@ -351,10 +353,10 @@ class Checkpointer:
         with self._calls.exclusive():
             self._wait_idle(None)
             try:
-                restored = restore_into(
+                restored, held = restore_and_hold(
                     self._store, self._state, run=run or self._options.run, step=step,
                     strict=strict, only=only, key_map=key_map, low_memory=low_memory,
-                    rng=self._options.rng,
+                    rng=self._options.rng, threads=None,
                 )  # fmt: skip
             except NotFoundError as error:
                 failure = self._pipeline.take_error()
@@ -364,7 +366,10 @@ class Checkpointer:
             if restored is None:
                 return None
             if only is None:
+                self._pipeline.hold(held)
                 self._continue_from(restored.commit)
+            elif held is not None:
+                held.release()
             self._observers(restored)
             return restored
 
@@ -402,7 +407,7 @@ class Checkpointer:
         Raises `StateError` (kind "pending") after `timeout` seconds; saves go on in that case.
         """
         self._calls.check_open()
-        self._wait_idle(timeout)
+        self._wait_idle(check_seconds("timeout", timeout))
         self._raise_failure()
 
     def close(self) -> None:

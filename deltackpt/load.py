@@ -12,8 +12,8 @@ from deltackpt_store.errors import DeltackptError, InvalidInputError, NotFoundEr
 from deltackpt_store.manifest import TensorView
 from deltackpt_store.store import Store
 
+from .choosing import Skipped, held_candidates, nothing_verifies
 from .reading import Step, available_bytes, is_damage, patterns
-from .restore import Skipped, candidates, nothing_verifies
 from .views import dress, rebuild
 
 _log = logging.getLogger("deltackpt.restore")
@@ -47,7 +47,8 @@ def load(
     only = None if only is None else patterns(only)
     where = _device(device)
     skipped: list[Skipped] = []
-    for commit in candidates(store, run, step, skipped):
+    for held in held_candidates(store, run, step, skipped):
+        commit = held.commit
         try:
             return _build(Step(store, commit, only), where, threads)
         except DeltackptError as error:

@@ -10,7 +10,7 @@ from typing import Any, Literal, cast
 from deltackpt_store.errors import InvalidInputError
 from deltackpt_store.names import check_name
 
-from .policy import DueFunction, Every, Keep, OnBusy, OnError, check_every, is_count, is_number
+from .policy import DueFunction, Every, Keep, OnBusy, OnError, check_every, check_seconds, is_count
 
 CHUNK_BYTES = 256 * 1024
 MIN_CHUNK_BYTES = 1024
@@ -73,11 +73,9 @@ def check_options(
     _check_chunk_bytes(chunk_bytes)
     if ring_bytes is not None:
         _whole("ring_bytes", ring_bytes, chunk_bytes, 1 << 50)
+    limits: dict[str, float] = {}
     for name, value in (("durable_timeout", durable_timeout), ("lock_timeout", lock_timeout)):
-        if not is_number(value) or value < 0 or (name == "durable_timeout" and value == 0):
-            raise InvalidInputError(
-                f"{name} must be a number of seconds, got {value!r}", option=name
-            )
+        limits[name] = check_seconds(name, value, zero=name == "lock_timeout")
     if threads is None:
         threads = min(4, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity")
                       else os.cpu_count() or 1)  # fmt: skip
@@ -85,8 +83,9 @@ def check_options(
     return Options(
         run=check_name(run, "run"), every=check_every(every), keep=keep, writer=writer,
         ring_bytes=ring_bytes, chunk_bytes=chunk_bytes, codec=codec, shadow=shadow,
-        overlap=overlap, on_busy=on_busy, on_error=on_error, durable_timeout=float(durable_timeout),
-        lock_timeout=float(lock_timeout), rng=rng, threads=threads, final=final,
+        overlap=overlap, on_busy=on_busy, on_error=on_error,
+        durable_timeout=limits["durable_timeout"], lock_timeout=limits["lock_timeout"],
+        rng=rng, threads=threads, final=final,
     )  # fmt: skip
 
 

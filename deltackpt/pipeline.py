@@ -29,6 +29,7 @@ from typing import Any
 import msgspec
 from deltackpt_store.client import Outcome, WriterClient
 from deltackpt_store.errors import DeltackptError, StateError
+from deltackpt_store.leases import Hold
 from deltackpt_store.manifest import Commit, Layout
 from deltackpt_store.protocol import AdamTensors
 from deltackpt_store.store import Store
@@ -124,6 +125,7 @@ class SavePipeline:
         self.last: SaveReport | None = None
         """The newest durable save."""
         self._newest: SaveProgress | None = None  # accepted last
+        self._held: Hold | None = None
         self.restless = Restless()
         self.torn = False
         """A save was torn, and none has been accepted since."""
@@ -188,6 +190,13 @@ class SavePipeline:
             task.marks = self._stager.mark(capture.sources)
             self._accept(task)
 
+    def hold(self, held: Hold | None) -> None:
+        """Keep the hold on what training continues, until a save is durable, or the end."""
+        with self._condition:
+            before, self._held = self._held, held
+        if before is not None:
+            before.release()
+
     def lock(self) -> None:
         """Wait until no live tensor is being read; the time counts as stall of the saves.
 
@@ -231,6 +240,8 @@ class SavePipeline:
         with self._condition:
             self._stopping = True
             self._condition.notify_all()
+        if not self._threads:
+            self.hold(None)
 
     def finish_at_exit(self) -> None:
         """At interpreter exit: a bounded time for what is in flight. Raises nothing."""
@@ -402,6 +413,7 @@ class SavePipeline:
                 action()
             except Exception:
                 _log.exception("the end of a save could not be handled")
+        self.hold(None)
         lifecycle.unregister(self)
 
     def _give_up_overdue(self) -> None:
@@ -427,6 +439,7 @@ class SavePipeline:
             self._baselines.committed(staging.table, client, save, commit)
             self._order.committed(outcome.step)
             self.last = report
+        self.hold(None)
         task.progress.commit(report)
         self._observers(events.Committed(outcome.run, outcome.step, report))
         self._end(task)

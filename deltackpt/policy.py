@@ -30,6 +30,28 @@ def is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and value - value == 0
 
 
+NO_LIMIT = 1e8
+"""Seconds (three years) that stand for no limit: what the system's own waits can still count."""
+
+
+def check_seconds(option: str, value: Any, *, zero: bool = True) -> float:
+    """A limit of time in seconds; None and infinity are no limit, given back as `NO_LIMIT`.
+
+    `InvalidInputError` naming the option for a negative value, NaN, and what is no number; also for
+    0, unless `zero`.
+    """
+    if value is None:
+        return NO_LIMIT
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not value >= 0 or (value == 0 and not zero):
+        least = "of at least 0" if zero else "larger than 0"
+        raise InvalidInputError(
+            f"{option} must be a number of seconds {least}, or None for no limit, got {value!r}",
+            option=option,
+        )
+    return float(min(value, NO_LIMIT))
+
+
 def _positive(option: str, value: Any, *, whole: bool) -> None:
     if value is None:
         return

@@ -16,6 +16,8 @@ from typing import Any
 
 from deltackpt_store.errors import DeltackptError, StateError
 
+from .policy import check_seconds
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DeviceFigures:
@@ -270,9 +272,10 @@ class Save:
         return report
 
     def _wait(self, wait: Callable[[float | None], bool], timeout: float | None, what: str) -> None:
-        if not wait(timeout):
+        limit = check_seconds("timeout", timeout)
+        if not wait(limit):
             raise StateError(
-                f"step {self.step} is not {what} after {timeout:g} s",
+                f"step {self.step} is not {what} after {limit:g} s",
                 kind="pending",
                 hint="the save goes on; ask again",
                 step=self.step,

@@ -5,24 +5,18 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from deltackpt_store.errors import (
-    CorruptionError,
-    DeltackptError,
-    InvalidInputError,
-    NotFoundError,
-    UnsupportedFormatError,
-)
-from deltackpt_store.history import Damaged
+from deltackpt_store.errors import DeltackptError, InvalidInputError
+from deltackpt_store.leases import Hold
 from deltackpt_store.manifest import Commit
-from deltackpt_store.names import parse_number
 from deltackpt_store.store import Store
 
 from . import rng as generators
+from .choosing import Skipped, held_candidates, nothing_verifies
 from .into import Plan
 from .keys import KeyMap, check_key_map
 from .reading import Step, available_bytes, is_damage, matcher, patterns
@@ -31,19 +25,9 @@ from .targets import Mismatch
 
 _log = logging.getLogger("deltackpt.restore")
 
-__all__ = ["Mismatch", "Restored", "Skipped", "candidates", "restore_into"]
+__all__ = ["Mismatch", "Restored", "Skipped", "restore_and_hold", "restore_into"]
 
 _RNG = "#rng"
-
-
-@dataclass(frozen=True, slots=True)
-class Skipped:
-    """A commit that was passed over, and why. `step` is None when not even that can be read."""
-
-    run: str
-    number: int
-    step: int | None
-    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,8 +128,32 @@ def restore_into(
     `only` are globs over paths (``model/*``; `*` crosses "/"): the rest of the target stays.
     `key_map` renames keys of modules, see `keys`. Optimizers' gradients, steps and hooks are not
     touched, but for the hooks of ``load_state_dict``, which run once. `threads` read in parallel
-    (default: as many as processors, at most 8).
+    (default: as many as processors, at most 8). What is read is held meanwhile: retention and
+    collection leave it alone, where the store can be written to.
     """
+    restored, held = restore_and_hold(
+        store, state, run=run, step=step, strict=strict, only=only, key_map=key_map,
+        low_memory=low_memory, rng=rng, threads=threads,
+    )  # fmt: skip
+    if held is not None:
+        held.release()
+    return restored
+
+
+def restore_and_hold(
+    store: Store | str | os.PathLike[str],
+    state: Mapping[Any, Any],
+    *,
+    run: str,
+    step: int | None,
+    strict: bool,
+    only: str | Iterable[str] | None,
+    key_map: KeyMap | None,
+    low_memory: bool,
+    rng: bool,
+    threads: int | None,
+) -> tuple[Restored | None, Hold | None]:
+    """As :func:`restore_into`; the restored step stays held until the caller releases it."""
     began = time.perf_counter()
     store = store if isinstance(store, Store) else Store.open(store)
     if not isinstance(state, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance] -- users' input
@@ -157,7 +165,8 @@ def restore_into(
     only = None if only is None else patterns(only)
     job = _Job(state, strict, only, key_map, low_memory, rng, threads)
     skipped: list[Skipped] = []
-    for commit in candidates(store, run, step, skipped):
+    for held in held_candidates(store, run, step, skipped):
+        commit = held.commit
         try:
             job.restore(Step(store, commit, only))
         except DeltackptError as error:
@@ -168,66 +177,10 @@ def restore_into(
             skipped.append(Skipped(commit.run, commit.number, commit.step, str(error)))
             _log.warning("step %s@%d is passed over: %s", commit.run, commit.step, error)
             continue
-        return job.result(commit, skipped, time.perf_counter() - began)
+        return job.result(commit, skipped, time.perf_counter() - began), held.take_over()
     if not skipped:
-        return None
+        return None, None
     raise job.finished(nothing_verifies(run, skipped))
-
-
-def candidates(
-    store: Store, run: str, step: int | None, skipped: list[Skipped]
-) -> Iterator[Commit]:
-    """Commits to try, best first; commits that cannot be read are noted in `skipped`.
-
-    The lineage of the run's newest commit from its end, then what else the run holds, newest
-    first. Nothing when the run does not exist or has no commit. With `step`, that one only, or
-    `NotFoundError`.
-    """
-    if step is not None:
-        _check_step(step)
-        yield store.find(run, step)
-        return
-    try:
-        lineage = store.lineage(run)
-    except NotFoundError as error:
-        _log.info("%s: nothing to restore", error)
-        return
-    newest = lineage[-1].number
-    for damaged in lineage.damaged:
-        _note(run, damaged, newest, skipped)
-    yield from reversed(lineage)
-    known = {commit.number for commit in lineage}
-    others = store.commits(run)
-    for damaged in others.damaged:
-        _note(run, damaged, newest, skipped)
-    yield from (commit for commit in reversed(others) if commit.number not in known)
-
-
-def _note(run: str, damaged: Damaged, newest: int, skipped: list[Skipped]) -> None:
-    number = parse_number(os.path.basename(damaged.path))
-    if number is None or any(entry.number == number for entry in skipped):
-        return
-    if isinstance(damaged.error, UnsupportedFormatError) and number > newest:
-        raise damaged.error
-    skipped.append(Skipped(run, number, None, str(damaged.error)))
-
-
-def nothing_verifies(run: str, skipped: Iterable[Skipped]) -> CorruptionError:
-    """The error for a run none of whose commits can be restored."""
-    lines = [f"commit {s.number} (step {s.step}): {s.reason}" for s in skipped]
-    return CorruptionError(
-        "\n  ".join([f"no step of run {run!r} can be restored", *lines]),
-        kind="nothing-verifies",
-        hint="`deltackpt verify` tells what is damaged; another copy of the store may have it",
-        run=run,
-    )
-
-
-def _check_step(step: object) -> None:
-    if not isinstance(step, int) or isinstance(step, bool) or step < 0:
-        raise InvalidInputError(
-            f"step must be a number from 0 up, not {step!r}", option="step", hint="or leave it out"
-        )
 
 
 class _Job:
