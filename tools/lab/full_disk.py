@@ -67,10 +67,11 @@ class _Trial:
         self.filler = place / "filler"
         self.outcome = outcome
         self.chance = chance
-        self.training = Training(place / "store")
+        # Saves of equal size: so that the disk can be made full just before the end of one.
+        self.training = Training(place / "store", codec="none")
         self.gone: frozenset[int] = frozenset()
         self.cost = STEP_BYTES
-        """Bytes that the last save took from the disk."""
+        """Bytes of the packs of the last save, in whole blocks."""
         self.started_anew = False
 
     def begin(self) -> None:
@@ -82,8 +83,8 @@ class _Trial:
         """Fill the disk, save until it is full, look, make room in one of two ways, save."""
         training = self.training
         anywhere = self.chance.randint(0, 2 * STEP_BYTES)
-        near_the_end = max(0, self.cost + self.chance.randint(-32768, 8192))  # of a save
-        self._fill(self.chance.choice([anywhere, near_the_end]))
+        near_the_end = self.cost + 4096 * self.chance.randint(-1, 2)  # at the manifest or record
+        self._fill(self.chance.choice([anywhere, near_the_end, near_the_end]))
         for _ in range(20):
             training.train()
             error = training.save()
@@ -143,11 +144,13 @@ class _Trial:
         self._look()
 
     def _must_save(self, when: str) -> None:
-        before = _free(self.place)
+        packs = self.training.path / "packs"
+        before = set(packs.glob("*/*.pack"))
         error = self.training.save()
         if error is not None:
             self.outcome.violations.append(f"a save failed {when}: {error}")
-        self.cost = before - _free(self.place)
+        fresh = set(packs.glob("*/*.pack")) - before
+        self.cost = sum(-(-path.stat().st_size // 4096) * 4096 for path in fresh)
         self.outcome.count("saves")
 
     def _look(self) -> None:
@@ -166,7 +169,7 @@ class _Trial:
         """Leave about `leave` bytes."""
         for piece in (1 << 20, 1 << 16, 1 << 12):
             with contextlib.suppress(OSError), open(self.filler, "ab", buffering=0) as file:
-                while _free(self.place) > leave:
+                while _free(self.place) >= leave + piece:
                     file.write(bytes(piece))
                     os.fsync(file.fileno())
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 FILE_SYSTEMS = ("ext4", "xfs", "btrfs")
 _MAKE = {
-    "ext4": ["mkfs.ext4", "-q", "-F"],
+    "ext4": ["mkfs.ext4", "-q", "-F", "-m", "0"],
     "xfs": ["mkfs.xfs", "-q", "-f"],
     "btrfs": ["mkfs.btrfs", "-q", "-f"],
 }

@@ -22,7 +22,9 @@ STEP_BYTES = 3 * 4 * (2 * WIDTH * WIDTH + 2 * WIDTH)
 class Training:
     """Trains and saves; knows the digest of the state of each step that became durable."""
 
-    def __init__(self, store: Path, *, durable_timeout: float = 120.0) -> None:
+    def __init__(
+        self, store: Path, *, durable_timeout: float = 120.0, codec: str = "auto"
+    ) -> None:  # fmt: skip
         torch.manual_seed(0)  # pyright: ignore[reportUnknownMemberType]
         self.model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
@@ -30,12 +32,13 @@ class Training:
         self.durable: dict[int, str] = {}
         self.step = 0
         self.timeout = durable_timeout
+        self.codec = codec
         self.checkpointer = self._open()
 
     def _open(self) -> deltackpt.Checkpointer:
         return deltackpt.Checkpointer(
             self.path, self._state(), writer="process", final=False, lock_timeout=60.0,
-            durable_timeout=self.timeout,
+            durable_timeout=self.timeout, codec=self.codec,
         )  # fmt: skip
 
     def _state(self) -> dict[str, Any]:
