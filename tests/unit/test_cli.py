@@ -287,7 +287,8 @@ SCHEMAS: dict[str, dict[str, Any]] = {
         "stored": STORED, "values": [{"path": str, "value": object}], "damaged_packs": dict,
         "tensors": [{
             "path": str, "dtype": str, "shape": [int], "stride": [int], "offset": int,
-            "bytes": int, "device": str, "parameter": bool, "requires_grad": bool, "conj": bool,
+            "bytes": int, "device": str, "parameter": bool, "parameter_name": OPTIONAL_STR,
+            "requires_grad": bool, "conj": bool,
             "neg": bool, "global_shape": ([int], None), "shard_offsets": ([int], None),
             "extent": int, "inline": bool, "tied": [str], "stored": STORED}],
     },
@@ -300,7 +301,7 @@ SCHEMAS: dict[str, dict[str, Any]] = {
             "dtype": OPTIONAL_STR, "old_shape": ([int], None), "shape": ([int], None),
             "attributes": [str], "bytes": int, "changed_bytes": int, "chunks": int,
             "changed_chunks": int, "share": NUMBER, "old_value": OPTIONAL_STR,
-            "new_value": OPTIONAL_STR, "values": ({
+            "new_value": OPTIONAL_STR, "parameter_name": OPTIONAL_STR, "values": ({
                 "elements": int, "changed_elements": int, "share": NUMBER,
                 "max_difference": OPTIONAL_NUMBER, "rms": OPTIONAL_NUMBER,
                 "relative_update": OPTIONAL_NUMBER, "new_nan": OPTIONAL_INT,
@@ -315,6 +316,7 @@ SCHEMAS: dict[str, dict[str, Any]] = {
         "since": int, "tensors": [{
             "path": str, "dtype": str, "shape": [int], "bytes": int,
             "parts": [{"start": int, "stop": int, "run": str, "step": int, "number": int}],
+            "parameter_name": OPTIONAL_STR,
             "not_finite": ({"run": str, "step": int, "number": int, "nan": int, "inf": int},
                            None)}],
     },
@@ -365,7 +367,8 @@ SCHEMAS: dict[str, dict[str, Any]] = {
             "not_finite": [{"step": int, "tensor": str, "elements": int}],
             "tensors": [{"path": str, "dtype": str, "bytes": int, "compared": int,
                          "mean_share": NUMBER, "last_changed": OPTIONAL_INT,
-                         "stored_ratio": OPTIONAL_NUMBER, "never_wins": bool}],
+                         "stored_ratio": OPTIONAL_NUMBER, "never_wins": bool,
+                         "parameter_name": OPTIONAL_STR}],
             "bases": {"saves": int, "bases": int, "manifest_bytes": int,
                       "present": OPTIONAL_NUMBER, "best": OPTIONAL_INT,
                       "best_bytes": OPTIONAL_NUMBER},

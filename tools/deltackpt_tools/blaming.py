@@ -21,6 +21,7 @@ from deltackpt_tools.frames import as_dict, frame
 from deltackpt_tools.module_paths import natural
 from deltackpt_tools.named import StepLike, StoreLike, ancestry, as_commit, as_store
 from deltackpt_tools.numeric import count_nonfinite, may_be_nonfinite
+from deltackpt_tools.parameters import ParameterNames
 from deltackpt_tools.tensor_bytes import TensorBytes
 
 Progress = Callable[[int, int | None], None]
@@ -64,6 +65,8 @@ class TensorBlame:
     parts: tuple[Part, ...]
     """In the order of the bytes; neighbours changed by one step are one part."""
     not_finite: NotFinite | None
+    parameter_name: str | None = None
+    """The parameter that this is optimizer state of, where the save recorded it."""
 
     @property
     def newest(self) -> Part | None:
@@ -132,10 +135,11 @@ def blame(
     walk = _Walk(where, line, snapshot, views, progress)
     searched, since = walk.back()
     origins = _first_not_finite(where, line, tensor, progress) if nan else {}
+    names = ParameterNames(snapshot)
     tensors = [
         TensorBlame(
             path, view.dtype, view.shape, tensor_nbytes(view),
-            tuple(walk.parts(path)), origins.get(path),
+            tuple(walk.parts(path)), origins.get(path), names.of(path),
         )
         for path, view in sorted(views.items(), key=lambda item: natural(item[0]))
     ]  # fmt: skip

@@ -66,6 +66,8 @@ class TensorChange:
     """Of a tensor of one element that lies in the manifest, as text; None for all others."""
     new_value: str | None = None
     values: ValueStats | None = None
+    parameter_name: str | None = None
+    """The parameter that this is optimizer state of, where the save recorded it."""
 
     @property
     def share(self) -> float:

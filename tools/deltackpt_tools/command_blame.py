@@ -19,6 +19,7 @@ from deltackpt_tools.output import (
     table,
     write_json,
 )
+from deltackpt_tools.parameters import labelled
 from deltackpt_tools.progress import Progress
 
 _PARTS_SHOWN = 40
@@ -31,8 +32,12 @@ def _head(result: Blame) -> str:
     )
 
 
+def _label(tensor: TensorBlame) -> str:
+    return safe(labelled(tensor.path, tensor.parameter_name))
+
+
 def _one(tensor: TensorBlame) -> list[str]:
-    lines = [f"{safe(tensor.path)}  {tensor.dtype} {list(tensor.shape)}  {size(tensor.bytes)}"]
+    lines = [f"{_label(tensor)}  {tensor.dtype} {list(tensor.shape)}  {size(tensor.bytes)}"]
     if not tensor.parts:
         return [*lines, "  no elements"]
     total = sum(part.stop - part.start for part in tensor.parts)
@@ -55,12 +60,12 @@ def _many(result: Blame) -> list[str]:
     for tensor in result.tensors:
         newest, total = tensor.newest, sum(part.stop - part.start for part in tensor.parts)
         if newest is None:
-            rows.append([safe(tensor.path), "-", "-", size(tensor.bytes)])
+            rows.append([_label(tensor), "-", "-", size(tensor.bytes)])
             continue
         changed = tensor.by_step()[newest.run, newest.step, newest.number]
         rows.append(
             [
-                safe(tensor.path),
+                _label(tensor),
                 f"{newest.run}@{newest.step}",
                 percent(changed / total),
                 size(tensor.bytes),

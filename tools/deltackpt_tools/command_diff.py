@@ -21,6 +21,7 @@ from deltackpt_tools.output import (
     table,
     write_json,
 )
+from deltackpt_tools.parameters import labelled
 from deltackpt_tools.progress import Progress
 
 _RENAMES_SHOWN = 3  # of one kind
@@ -76,7 +77,7 @@ def _tensor_rows(result: Diff) -> list[list[str]]:
         if change.change == "renamed":
             continue
         row = [
-            safe(change.path),
+            safe(labelled(change.path, change.parameter_name)),
             _kind(change),
             change.dtype or change.old_dtype or "",
             str(list(change.shape or change.old_shape or ())),

@@ -16,6 +16,7 @@ from deltackpt_store.manifest import Commit, ExtentSpec, Snapshot, TensorView, e
 from deltackpt_store.store import Store
 
 from deltackpt_tools.output import counted
+from deltackpt_tools.parameters import ParameterNames
 from deltackpt_tools.tensor_bytes import is_contiguous
 from deltackpt_tools.value_text import as_json, render
 
@@ -55,6 +56,8 @@ class TensorRow:
     spec: ExtentSpec
     tied: tuple[str, ...]
     """Other paths that look at the same bytes."""
+    parameter_name: str | None = None
+    """The parameter that this is optimizer state of, where the save recorded it."""
 
     @property
     def inline(self) -> bool:
@@ -64,6 +67,8 @@ class TensorRow:
     def notes(self) -> list[str]:
         view = self.view
         notes = ["parameter"] if view.parameter else []
+        if self.parameter_name is not None:
+            notes.append(f"of {self.parameter_name}")
         if view.requires_grad and not view.parameter:
             notes.append("requires grad")
         if self.inline:
@@ -92,6 +97,7 @@ class TensorRow:
             "bytes": self.nbytes,
             "device": view.device,
             "parameter": view.parameter,
+            "parameter_name": self.parameter_name,
             "requires_grad": view.requires_grad,
             "conj": view.conj,
             "neg": view.neg,
@@ -146,6 +152,7 @@ def describe(store: Store, commit: Commit, globs: Sequence[str] = ()) -> Descrip
     by_extent: dict[int, list[int]] = {}
     for view in layout.tensors:
         by_extent.setdefault(view.extent, []).append(view.slot)
+    names = ParameterNames(snapshot)
     tensors: list[TensorRow] = []
     for view in layout.tensors:
         path = layout.paths[view.slot]
@@ -159,6 +166,7 @@ def describe(store: Store, commit: Commit, globs: Sequence[str] = ()) -> Descrip
                     per_extent.get(view.extent, Stored()),
                     layout.extents[view.extent],
                     others,
+                    names.of(path),
                 )
             )
     values = [

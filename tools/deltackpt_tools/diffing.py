@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from deltackpt_store.manifest import Commit
 from deltackpt_store.store import Store
 
-from deltackpt_tools.changes import Diff, Side, by_importance
+from deltackpt_tools.changes import Diff, Side, TensorChange, by_importance
 from deltackpt_tools.compare import compare
 from deltackpt_tools.describe import matches
 from deltackpt_tools.module_paths import natural
 from deltackpt_tools.named import StepLike, StoreLike, as_commit, as_store, parent_of
+from deltackpt_tools.parameters import ParameterNames
 
 
 def diff(
@@ -57,10 +59,11 @@ def diff(
 
         reader = ValueReader(a, before.reader(a.packs), b, after.reader(b.packs))
         found = add_values(found, reader, advance)
+    names = ParameterNames(a), ParameterNames(b)
     return Diff(
         old=_side(before, first),
         new=_side(after, second),
-        tensors=tuple(sorted(found.tensors, key=by_importance)),
+        tensors=tuple(_named(c, names) for c in sorted(found.tensors, key=by_importance)),
         values=tuple(sorted(found.values, key=lambda change: natural(change.path))),
         structure_changed=not only and a.layout.structure != b.layout.structure,
         compared=tuple(found.compared),
@@ -70,6 +73,12 @@ def diff(
         changed_chunks=found.changed_chunks,
         with_values=values,
     )
+
+
+def _named(change: TensorChange, names: tuple[ParameterNames, ParameterNames]) -> TensorChange:
+    old, new = names
+    name = new.of(change.path) if change.change != "removed" else old.of(change.path)
+    return change if name is None else replace(change, parameter_name=name)
 
 
 def _side(store: Store, commit: Commit) -> Side:

@@ -16,6 +16,7 @@ from deltackpt_tools.command_advise import percent as small_percent
 from deltackpt_tools.command_diff import figure, percent
 from deltackpt_tools.history_stat import seconds
 from deltackpt_tools.output import counted, moment, size
+from deltackpt_tools.parameters import labelled
 from deltackpt_tools.report_charts import cumulated, heat, line
 from deltackpt_tools.report_tables import Cell, Column, details, table, text, tiles
 from deltackpt_tools.reporting import Health, Report
@@ -352,7 +353,7 @@ def _tensors(name: str, survey: RunSurvey) -> str:
             verdict = "never changed"
         rows.append(
             [
-                Cell(one.path),
+                Cell(labelled(one.path, one.parameter_name)),
                 Cell(one.dtype),
                 Cell(size(one.bytes), one.bytes),
                 Cell(percent(one.mean_share), one.mean_share),

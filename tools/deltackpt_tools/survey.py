@@ -18,6 +18,7 @@ from deltackpt_tools.base_interval import Bases
 from deltackpt_tools.frames import as_dict
 from deltackpt_tools.history_stat import durable_seconds
 from deltackpt_tools.module_paths import depth_for, fold, natural
+from deltackpt_tools.parameters import ParameterNames
 from deltackpt_tools.usage import chunk_keys
 
 MODULES = 60  # rows of the heat-map, at most
@@ -66,6 +67,8 @@ class TensorHabit:
     """Step; None when it never did."""
     stored_ratio: float | None
     """Stored by raw bytes in the newest step; None when its chunks are missing."""
+    parameter_name: str | None = None
+    """The parameter that this is optimizer state of, where the save recorded it."""
 
     @property
     def never_wins(self) -> bool:
@@ -278,6 +281,7 @@ class RunWalk:
         if newest is None or self._plan is None:
             return ()
         ratios = _stored_ratios(self._store, newest)
+        parameters = ParameterNames(newest)
         found: list[TensorHabit] = []
         for extent, name in enumerate(self._plan.names):
             if name.startswith("#"):
@@ -293,6 +297,7 @@ class RunWalk:
                     mean_share=total / count if count else 0.0,
                     last_changed=int(last) if last >= 0 else None,
                     stored_ratio=ratios.get(extent),
+                    parameter_name=parameters.of(name),
                 )
             )
         return tuple(sorted(found, key=lambda t: (-t.bytes * t.mean_share, natural(t.path))))
