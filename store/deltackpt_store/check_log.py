@@ -104,7 +104,7 @@ class CheckLog:
     def _read(self) -> dict[str, Check]:
         found: dict[str, Check] = {}
         for path in self._places:
-            with contextlib.suppress(OSError, ValueError, msgspec.MsgspecError):
+            with contextlib.suppress(OSError, ValueError, RecursionError, msgspec.MsgspecError):
                 data = read_file(self._io, path, _MAX_BYTES)
                 body = data[:-32]
                 if digest_of(body) != data[-32:] or not body.startswith(_MAGIC):

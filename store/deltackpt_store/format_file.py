@@ -86,7 +86,7 @@ def decode_format(data: bytes, path: str) -> Format:
                 version=version,
             )
         value = msgspec.json.decode(line, type=Format)
-    except (msgspec.MsgspecError, ValueError) as error:
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         if isinstance(error, UnsupportedFormatError):
             raise
         raise CorruptionError(

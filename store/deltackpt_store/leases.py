@@ -293,7 +293,7 @@ def read_ack(io: FileIO, root: str, generation: int, writer: str) -> Claims | No
         if digest_of(body) != data[-32:] or not body.startswith(_ACK_MAGIC):
             raise ValueError("its digest does not match its content")
         return msgspec.msgpack.decode(body[len(_ACK_MAGIC) :], type=Claims)
-    except (msgspec.MsgspecError, ValueError) as error:
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise CorruptionError(
             f"acknowledgement {path} is damaged: {error}", kind="damaged-ack", path=path
         ) from error
@@ -310,7 +310,7 @@ def holder(io: FileIO, root: str, writer: str) -> str:
     """Words for who holds a lease."""
     try:
         found: object = json.loads(read_file(io, f"{root}/{LEASES}/{writer}", 1000))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         found = None
     if isinstance(found, dict) and "pid" in found and "host" in found:
         pid, host = str(found["pid"])[:20], str(found["host"])[:100]  # pyright: ignore[reportUnknownArgumentType] - any JSON

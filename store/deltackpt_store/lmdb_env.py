@@ -123,7 +123,7 @@ class Environment:
             data = os.path.join(self.directory, _DATA)
             if seal.identity == self.identity and seal.size == _size(data):
                 return seal if seal.xxh3_128 == _hash(data) else None
-        except (OSError, msgspec.MsgspecError):
+        except (OSError, ValueError, RecursionError, msgspec.MsgspecError):
             pass
         return None
 

@@ -97,7 +97,7 @@ def refuse(root: str, missing: list[Primitive]) -> None:
 
 
 def _remembered(io: FileIO, path: str) -> str | None:
-    with contextlib.suppress(OSError, ValueError, msgspec.MsgspecError):
+    with contextlib.suppress(OSError, ValueError, RecursionError, msgspec.MsgspecError):
         data = read_file(io, path, 64 * 1024)
         body = data[:-32]
         if digest_of(body) == data[-32:] and body.startswith(_MAGIC):

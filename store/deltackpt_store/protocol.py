@@ -373,7 +373,7 @@ def extent_keys(layout: Layout) -> list[ExtentKey]:
 def _decode(decoder: msgspec.msgpack.Decoder[Any], frame: bytearray) -> Any:
     try:
         return decoder.decode(frame)
-    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise WriterError(
             f"undecodable message on the control channel: {error}", kind="protocol"
         ) from error

@@ -236,7 +236,7 @@ def _refuse_newer(io: FileIO, path: str) -> None:
     try:
         line = read_file(io, path, MAX_FORMAT_BYTES).partition(b"\n")[0]
         value = msgspec.json.decode(line, type=Format)
-    except (OSError, msgspec.MsgspecError, ValueError):
+    except (OSError, msgspec.MsgspecError, ValueError, RecursionError):
         return
     if value.deltackpt != FORMAT_VERSION or value.read or value.write or value.gc:
         raise UnsupportedFormatError(

@@ -124,7 +124,7 @@ def _holder(fd: int) -> str:
     try:
         found: Any = json.loads(os.pread(fd, 1000, 0))
         return f"process {int(found['pid'])} on {str(found['host'])[:100]!r}"
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return "another process"
 
 

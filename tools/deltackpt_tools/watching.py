@@ -140,7 +140,7 @@ def _holder(store: Store, run: str) -> str | None:
     try:
         found: Any = json.loads(read_file(store.io, f"{store.path}/runs/{run}/.lock", 1000))
         return f"{int(found['pid'])}@{str(found['host'])[:100]}"
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None
 
 
