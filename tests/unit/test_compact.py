@@ -42,6 +42,7 @@ from deltackpt_store.retention import Keep, apply, retire
 from deltackpt_store.settling import collection_lock
 from deltackpt_store.store import Store
 from deltackpt_store.throttle import TokenBucket
+from deltackpt_store.verify import verify
 from dense_trainer import DenseState
 from toy_trainer import CHUNK as TOY_CHUNK
 from toy_trainer import SEED, ToyTrainer, read_arrays
@@ -402,19 +403,21 @@ def test_nothing_goes_when_a_chunk_cannot_be_read(store: Store, new: New, word: 
     assert packs <= set(store.packs.names())
 
 
-def test_a_damaged_record_is_replaced_by_a_good_copy(store: Store, new: New) -> None:
-    """The pack to be emptied holds a damaged record, and another pack the same chunk."""
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_damaged_record_is_replaced_by_a_good_copy(store: Store, new: New, which: int) -> None:
+    """Two packs to be emptied hold the same chunk, and one of the records is damaged."""
     author = new(codec="none")
     first = author.save(1, ["kept", "a", "b", "c"])
     author.save(2, ["kept"])
     author.close()
     retire(store, [first])
-    [place] = places_of(store, "kept")
     write_pack(store, [Blob(codecs.RAW, chunk_of(w)) for w in ("kept", "d", "e", "f")], "ab" * 8)
-    damage(store, place)
+    places = sorted(places_of(store, "kept"))
+    damage(store, places[which])
     compact(store)
     check_everything(Store.open(store.path))
     assert compact(store).nothing
+    assert verify(Store.open(store.path)).ok
 
 
 # beside others ----------------------------------------------------------------------------------
