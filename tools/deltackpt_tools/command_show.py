@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from deltackpt_store.manifest import Commit
@@ -22,9 +22,10 @@ from deltackpt_tools.output import (
     table,
     write_json,
 )
-from deltackpt_tools.pieces import ChunkDetails, TensorDetails, show_chunk, show_tensor
-from deltackpt_tools.progress import Progress
 from deltackpt_tools.stores import label, open_store, short
+
+if TYPE_CHECKING:
+    from deltackpt_tools.pieces import ChunkDetails, TensorDetails
 
 
 def _head(description: Description) -> list[str]:
@@ -226,6 +227,8 @@ def command(
         _show_chunk(store, chunk, as_json)
         return
     if tensor is not None:
+        from deltackpt_tools.pieces import show_tensor
+
         details = show_tensor(store, tensor, step)
         if as_json:
             write_json(document("show-tensor", **details.to_dict()))
@@ -243,6 +246,9 @@ def command(
 
 
 def _show_chunk(store: Store, chunk: str, as_json: bool) -> None:
+    from deltackpt_tools.pieces import show_chunk
+    from deltackpt_tools.progress import Progress
+
     with Progress("steps", unit="") as progress:
         details = show_chunk(store, chunk, progress.update)
     if as_json:
