@@ -17,6 +17,7 @@ from torch import nn
 import deltackpt
 from deltackpt.adam import AdamStates
 from deltackpt.capture import capture
+from deltackpt.detect import staging_order
 
 CHUNK = 16 * 1024
 Make = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
@@ -175,6 +176,22 @@ def test_what_the_writer_is_told() -> None:
         assert one_told.lr == 1e-3
         assert (one_told.beta1, one_told.beta2, one_told.eps) == (0.9, 0.999, 1e-8)
         assert one_told.decoupled
+
+
+def test_what_others_follow_from_is_staged_first() -> None:
+    """Chunks that arrive before what predicts them have to wait in the ring, or go without."""
+    one = Mixed(adamw(), mixed=True)
+    one.step()
+    layout = capture(one.state, chunk_bytes=CHUNK, rng=False).layout
+    large = [extent for extent, spec in enumerate(layout.extents) if not spec.inline]
+    order = staging_order(layout, large)
+    assert sorted(order) == large
+    paths = {view.extent: layout.paths[view.slot] for view in layout.tensors}
+    kinds = [paths[extent].rpartition("/")[2] for extent in order]
+    count = kinds.count("exp_avg")
+    assert count >= 2
+    assert kinds[:count] == ["exp_avg"] * count
+    assert {layout.extents[extent].dtype for extent in order[-2:]} == {"bfloat16"}
 
 
 def test_bfloat16_states_have_nothing_to_predict() -> None:

@@ -341,6 +341,46 @@ def test_a_lost_link_names_every_chunk_that_needs_it(start: Start, tmp_path: Pat
     }
 
 
+def test_every_pack_that_is_needed_is_in_the_closure(start: Start, tmp_path: Path) -> None:
+    """Collection may delete a pack that a step does not name; a copy leaves it out."""
+    state = AdamState(6 * CHUNK // 4)
+    saved = save_steps(start(state, shadow=True, pack_bytes=64 * 1024), state, 12)
+    store = store_of(tmp_path)
+    check(store, saved)
+    found = locations(store)
+
+    def needed(chunk_id: bytes) -> set[str]:
+        place = found[chunk_id]
+        return {place.pack}.union(*map(needed, place.refs))
+
+    for step in saved:
+        snapshot = store.snapshot(store.find("main", step))
+        for ids in snapshot.chunks.values():
+            for row in ids:
+                assert needed(row.tobytes()) <= set(snapshot.packs)
+
+
+@pytest.mark.parametrize("amsgrad", [False, True])
+def test_any_bits_in_the_state(start: Start, tmp_path: Path, amsgrad: bool) -> None:
+    """NaN payloads, infinities, denormals and negative zeros in weights and moments come back."""
+    state = AdamState(3 * CHUNK // 4 + 7, amsgrad=amsgrad)
+    trainer = start(state, shadow=True)
+    noise = np.random.default_rng(3)
+    saved: dict[int, Any] = {}
+    for step in range(8):
+        with np.errstate(all="ignore"):
+            state.advance()
+        for values in state.values.values():
+            words = values.view(np.uint32)
+            if step % 3 == 1:
+                words[:] = noise.integers(0, 1 << 32, len(words), np.uint32)
+            words[step::11] = SPECIAL[(step + np.arange(len(words[step::11]))) % len(SPECIAL)]
+        arrays = state.arrays()
+        saved[state.step] = arrays, trainer.save_now(state.step, arrays, adam=state.hints()).stats
+    check(store_of(tmp_path), saved)
+    assert not list(verify(store_of(tmp_path)).findings)
+
+
 def test_parts_without_gradients(start: Start, tmp_path: Path) -> None:
     """Chunks of which exp_avg stays zero are not staged, but their weights decay."""
     state = AdamState(6 * CHUNK // 4)
