@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 from damaging import DETECTED, damage, files
 from deltackpt_store import Commit, DeltackptError, Store
+from deltackpt_store.compact import compact
 from deltackpt_store.errors import NotFoundError
 from deltackpt_store.gc import collect
 from deltackpt_store.index import ChunkIndex, MemoryIndex
@@ -337,6 +338,23 @@ class StoreMachine(RuleBasedStateMachine):
         for run, number in self.model.retired - pinned:
             record = self.path / "runs" / run / f"{number:020d}"
             assert not record.exists()
+
+    @rule(dry=st.booleans(), share=st.sampled_from([0.0, 0.5, 1.0]))
+    def compact(self, dry: bool, share: float) -> None:
+        """Beside the writer. Steps stay what they are, which every rule checks at its end."""
+        asked = 0
+
+        def heed(writers: list[str]) -> bool:
+            nonlocal asked
+            assert self.writer is not None
+            self.writer.heed()
+            asked += 1
+            return asked < 40
+
+        before = files(self.path)
+        compact(Store.open(self.path), dry_run=dry, min_live_share=share, wait=heed)
+        assert asked < 40
+        assert not dry or files(self.path) == before
 
     # damage -------------------------------------------------------------------------------
 
