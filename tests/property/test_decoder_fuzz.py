@@ -611,6 +611,7 @@ def _went_off() -> None:
     _went.append(1)
 
 
+# case 162
 def test_planted_pickles_do_not_run(decoders: dict[str, Decoder], tmp_path: Path) -> None:
     """Whatever a file of a store holds, reading it runs nothing."""
     bomb = pickle.dumps(_Bomb())

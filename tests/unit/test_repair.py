@@ -158,7 +158,6 @@ def test_a_lost_pack_comes_from_another_store(store: Store, new: Callable[..., A
     check_whole(store, *commits)
 
 
-# case 113
 def test_what_nothing_has_is_told_to_the_byte(store: Store, new: Callable[..., Author]) -> None:
     author = new()
     hit = author.save(1, ["a", "x", "b", "x", "x"])
