@@ -132,21 +132,32 @@ class ChunkReader:
         """Chunks that need the same others to be decoded: read together, these are read once.
 
         Those are what optimizer steps with the same new first moment make, their rounding to 16
-        bits, and that first moment itself.
+        bits, and that first moment itself; and other tensors with their rounding to 16 bits.
         """
         if not coded.any():
             return []
         index = self._packs.index
         families: dict[bytes, list[int]] = {}
+        needed: dict[bytes, bytes] = {}  # chunk -> the family that needs it
+        members: set[int] = set()
         for i in np.flatnonzero(coded).tolist():
             place = index.get(ids[i])
-            if place is not None and place.codec == codecs.CAST and place.refs:
-                place = index.get(place.refs[0])
-            if place is not None and place.codec == codecs.ADAM and place.refs:
-                families.setdefault(place.refs[-1], []).append(i)
+            refs = () if place is None else place.refs
+            if place is not None and place.codec == codecs.CAST and refs:
+                place = index.get(refs[0])
+                if place is not None and place.codec == codecs.ADAM:
+                    refs = place.refs
+            if not refs:
+                continue
+            if place is not None and place.codec == codecs.ADAM:
+                refs = refs[-1:]
+            families.setdefault(refs[0], []).append(i)
+            members.add(i)
+            for ref in refs:
+                needed.setdefault(ref, refs[0])
         for i, chunk_id in enumerate(ids):
-            if chunk_id in families and usable[i]:
-                families[chunk_id].insert(0, i)
+            if chunk_id in needed and usable[i] and i not in members:
+                families[needed[chunk_id]].insert(0, i)
         return list(families.values())
 
     def _retry(self, failures: list[_Failure]) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from blake3 import blake3
+from coded import Blob, rounded_blob, write_pack
 from deltackpt_store import (
     CorruptionError,
     FileIO,
@@ -28,6 +29,7 @@ from deltackpt_store import (
     reader,
 )
 from deltackpt_store.codecs import Codec, Encoded
+from deltackpt_store.coding import cast
 from deltackpt_store.fileio import Buffer
 from deltackpt_store.pack import Location, pack_name, pack_path, read_footer
 from deltackpt_store.pack_writer import PackWriter
@@ -649,3 +651,37 @@ def test_location_is_where_the_payload_is(packs: Packs) -> None:
     assert isinstance(place, Location)
     data = packs.path(name).read_bytes()
     assert data[place.payload : place.payload + place.stored] == chunk
+
+
+def test_a_tensor_and_its_rounding_are_decoded_once(
+    packs: Packs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without that every restore of mixed-precision training decodes its masters twice."""
+    count = 40_000
+    base = np.cumsum(np.full(count, 1e-4, "<f4"))
+    masters = [(base + 1e-6 * i).astype("<f4") for i in range(4)]
+    blobs: list[Blob] = [Blob(codecs.RAW, base.tobytes())]
+    for master in masters:
+        blobs.append(Blob(codecs.DELTA, master.tobytes(), 4, reference=base.tobytes()))
+    for first, second in (masters[:2], masters[2:]):
+        raw = np.concatenate((first[count // 2 :], second[: count // 2])).view("<u4")
+        rule = cast.RULES[cast.KINDS["bfloat16"]][0]
+        rounded = cast.round_to(cast.KINDS["bfloat16"], raw, rule)[0].tobytes()
+        parts = [first.tobytes(), second.tobytes()]
+        blobs.append(rounded_blob(rounded, "bfloat16", parts, 4 * (count // 2)))
+    write_pack(packs.store, blobs, WRITER)
+    decoded: list[int] = []
+    decode = codecs.decode
+
+    def counted(codec: int, *arguments: Any) -> None:
+        decoded.append(codec)
+        decode(codec, *arguments)
+
+    monkeypatch.setattr(codecs, "decode", counted)
+    rooms = [bytearray(len(blob.raw)) for blob in blobs]
+    requests = [
+        (id_of(blob.raw), memoryview(room)) for blob, room in zip(blobs, rooms, strict=True)
+    ]
+    Store.open(packs.store.path).reader().read(requests, 2)
+    assert [bytes(room) for room in rooms] == [blob.raw for blob in blobs]
+    assert sorted(decoded) == [codecs.DELTA] * 4 + [codecs.CAST] * 2
