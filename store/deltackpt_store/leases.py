@@ -89,9 +89,13 @@ class Lease:
         Raises StorageError when the file cannot be made.
         """
         path = f"{root}/{LEASES}/{writer}"
-        try:
+
+        def create() -> int:
             _make(io, root, LEASES)
-            handle = with_reserve(io, root, lambda: _lock_own(io, path))
+            return _lock_own(io, path)
+
+        try:
+            handle = with_reserve(io, root, create)
         except OSError as error:
             if error.errno in NO_LOCKS:
                 _log.warning(
@@ -125,6 +129,7 @@ class Lease:
         path = f"{self._root}/{ACKS}/{number_name(generation)}-{self.writer}"
 
         def create() -> None:
+            _make(self._io, self._root, ACKS)
             if claims:
                 body = _ACK_MAGIC + msgspec.msgpack.encode(claims)
                 publish_bytes(self._io, path, body + digest_of(body))
@@ -132,7 +137,6 @@ class Lease:
                 self._io.close(self._io.create(path))
 
         try:
-            _make(self._io, self._root, ACKS)
             with contextlib.suppress(FileExistsError):
                 with_reserve(self._io, self._root, create)
         except OSError as error:

@@ -1048,6 +1048,12 @@ class FullDisk(FileIO):
         super().unlink(path)
         self.free += -(-size // 4096) * 4096
 
+    def mkdir(self, path: str) -> None:
+        if self.free < 4096:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        self.free -= 4096
+        super().mkdir(path)
+
     def free_bytes(self, path: str) -> int:
         return self.free
 
@@ -1088,6 +1094,19 @@ def test_what_a_record_leaves_of_the_reserve_is_there_for_the_next(store: Store)
     full.free = 1 << 30
     leases.make_reserve(full, store.path)
     assert os.path.getsize(f"{store.path}/gc/reserve") == leases.RESERVE_BYTES
+
+
+# case 81
+def test_leases_and_acknowledgements_take_their_folders_from_the_reserve(store: Store) -> None:
+    """The first collection on a full disk must not wait for a writer that cannot answer."""
+    leases.make_reserve(IO, store.path)
+    full = FullDisk()
+    lease = leases.Lease.take(full, store.path, "0123456789abcdef")
+    assert lease is not None
+    full.free = 0
+    lease.acknowledge(1, leases.NOTHING)
+    assert leases.read_ack(IO, store.path, 1, lease.writer) == leases.NOTHING
+    lease.release()
 
 
 # case 81
