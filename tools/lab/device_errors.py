@@ -39,8 +39,11 @@ def device_errors(kind: str, fault: str, work: Path) -> Outcome:
             training = Training(place / "store", durable_timeout=TIMEOUT)
             mended.callback(training.close)
             _before(training, outcome)
-            (flags / fault).touch()
-            (_reads if fault == "read" else _writes)(training, outcome)
+            if fault == "read":
+                _reads(training, flags / fault, outcome)
+            else:
+                _fail(flags / fault, 1)
+                _writes(training, outcome)
         with mounted(disk, kind, at):
             _afterwards(training, outcome)
     outcome.violations += [f"after: {kind}: {text}" for text in [check_image(image, kind)] if text]
@@ -107,18 +110,28 @@ def _writes(training: Training, outcome: Outcome) -> None:
         outcome.violations.append(f"a save took {slowest:.0f} s to fail; the limit was {TIMEOUT}")
 
 
-def _reads(training: Training, outcome: Outcome) -> None:
+def _fail(flag: Path, share: float) -> None:
+    new = flag.with_suffix(".new")
+    new.write_text(str(share))
+    new.rename(flag)
+
+
+def _reads(training: Training, flag: Path, outcome: Outcome) -> None:
     """What cannot be read is an error; never other bytes."""
-    Path("/proc/sys/vm/drop_caches").write_text("3")
-    refused = 0
-    for step in sorted(training.durable):
-        try:
-            deltackpt.load(training.path, step=step)
-        except (DeltackptError, OSError) as error:
-            refused += 1
-            outcome.figures["a load said"] = str(error)[:200]
-    outcome.figures["loads refused"] = refused
-    if not refused:
+    for share in (0.02, 0.1, 0.3, 1):
+        _fail(flag, share)
+        for step in sorted(training.durable):
+            Path("/proc/sys/vm/drop_caches").write_text("3")
+            try:
+                state = deltackpt.load(training.path, step=step)
+            except DeltackptError as error:
+                outcome.count("loads refused")
+                outcome.figures[f"... as {type(error).__name__}"] = str(error)[-120:]
+                continue
+            outcome.count("loads that went well")
+            if not training.is_step(step, state):
+                outcome.violations.append(f"step {step} was read as other bytes than were saved")
+    if not outcome.figures.get("loads refused"):
         outcome.violations.append("every load went well on a disk that cannot be read: blind")
 
 

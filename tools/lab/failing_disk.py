@@ -1,5 +1,7 @@
 """A disk in a file whose reads, writes or flushes fail while a file of that name lies in `flags`.
 
+The file says how often: 1 for always, 0.2 for one in five.
+
 An nbdkit plugin, run by the interpreter that nbdkit was built with:
 ``nbdkit python failing_disk.py file=IMAGE flags=FOLDER``.
 """
@@ -8,6 +10,8 @@ An nbdkit plugin, run by the interpreter that nbdkit was built with:
 
 import errno
 import os
+import random
+from pathlib import Path
 
 import nbdkit  # pyright: ignore[reportMissingImports]
 
@@ -47,7 +51,11 @@ def can_flush(h):
 
 
 def _fail_if(what):
-    if os.path.exists(os.path.join(_options["flags"], what)):
+    try:
+        share = float(Path(_options["flags"], what).read_text())
+    except FileNotFoundError:
+        return
+    if random.random() < share:
         nbdkit.set_error(errno.EIO)
         raise OSError(errno.EIO, f"{what} fails on purpose")
 

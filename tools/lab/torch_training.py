@@ -69,6 +69,10 @@ class Training:
         self.step = 0 if restored is None else restored.step
         return self.step
 
+    def is_step(self, step: int, loaded: dict[str, Any]) -> bool:
+        """Whether `loaded` is, bit for bit, the state that was saved as `step`."""
+        return digest_of({name: loaded[name] for name in self._state()}) == self.durable[step]
+
     def close(self) -> None:
         """Close, whatever failed before."""
         with contextlib.suppress(DeltackptError):  # told before, or looked for by the trial
@@ -81,7 +85,7 @@ class Training:
         except NotFoundError:
             listed = set[int]()
         found: list[str] = []
-        for step, digest in self.durable.items():
+        for step in self.durable:
             if step in gone:
                 continue
             if step not in listed:
@@ -92,7 +96,7 @@ class Training:
             except DeltackptError as error:
                 found.append(f"step {step}: {error}")
                 continue
-            if digest_of({name: state[name] for name in self._state()}) != digest:
+            if not self.is_step(step, state):
                 found.append(f"step {step} holds other bytes than were saved")
         return found
 
