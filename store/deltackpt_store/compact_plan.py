@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deltackpt_store.mark import Bools, Catalogue, Ints, Marking
-from deltackpt_store.step_groups import StepGroups
+from deltackpt_store.step_groups import Shape, StepGroups
 
 SMALL_BYTES = 4 * 1024 * 1024
 """Packs up to this size are merged..."""
@@ -210,6 +210,8 @@ class _Places:
         self.age: Ints = np.zeros(catalogue.groups, np.int64)
         names: dict[str, int] = {"": 0}
         kinds = np.zeros(catalogue.groups, np.uint16)
+        shapes: tuple[Shape, Shape] | None = None  # those that `codes` and `at` are of
+        codes, at = np.zeros(0, np.uint16), _NONE
         for step in steps:
             groups = step.groups
             there = groups >= 0
@@ -217,11 +219,11 @@ class _Places:
             base = bases.get(step.commit.run)
             if base is None:
                 continue
-            for name in np.unique(step.shape.dtypes()).tolist():
-                names.setdefault(name, len(names))
-            codes = np.array([names[n] for n in step.shape.dtypes().tolist()], np.uint16)
+            if shapes != (step.shape, base.shape):  # steps of one shape come together
+                shapes = (step.shape, base.shape)
+                codes = step.shape.dtype_codes(names)
+                at = step.shape.places_in(base.shape)
             kinds[groups[there]] = codes[there]
-            at = step.shape.places_in(base.shape)
             there &= at >= 0
             self.base[groups[there]] = base.groups[at[there]]
         self.dtypes = np.array(list(names), np.str_)[kinds]

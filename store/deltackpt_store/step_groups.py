@@ -31,12 +31,12 @@ class Shape:
                 self.first[extent] = self.size
                 self.size += spec.chunk_count
 
-    def dtypes(self) -> NDArray[np.str_]:
-        """Name of the dtype at each place."""
-        extents = self.layout.extents
-        names = [extents[extent].dtype for extent in self.first]
-        counts = [extents[extent].chunk_count for extent in self.first]
-        return np.repeat(np.array(names, np.str_), counts)
+    def dtype_codes(self, names: dict[str, int]) -> NDArray[np.uint16]:
+        """The number by which `names` knows the dtype at each place; new names are added to it."""
+        extents = [self.layout.extents[extent] for extent in self.first]
+        codes = [names.setdefault(extent.dtype, len(names)) for extent in extents]
+        counts = [extent.chunk_count for extent in extents]
+        return np.repeat(np.array(codes, np.uint16), counts)
 
     def places_in(self, other: Shape) -> Ints:
         """For each place the corresponding one of `other`, or -1."""
