@@ -4,8 +4,7 @@ The hook for a training loop is :class:`Checkpointer`; :func:`load` and :func:`s
 without live objects. Errors are those of :mod:`deltackpt.errors`.
 """
 
-from deltackpt_store import errors
-
+from . import errors
 from ._version import __version__
 from .checkpointer import Checkpointer
 from .compaction import Compact

@@ -32,7 +32,7 @@ from .options import CHUNK_BYTES, check_metrics, check_options, check_step
 from .pipeline import MAX_IN_FLIGHT, Request, SavePipeline
 from .policy import Due, DueFunction, Every, Keep, OnBusy, OnError, check_seconds
 from .remarks import environment, warn_of_missing_parameters
-from .report import Save, SaveProgress, SaveReport
+from .report import Save, SaveProgress, SaveReport, refuse_waiting
 from .restore import Restored, restore_and_hold
 from .steporder import StepOrder
 
@@ -181,11 +181,13 @@ class Checkpointer:
 
         `step` must be larger than that of the run's newest step (the one restored, if `restore`
         was called); with `overwrite` it may be any, and the older step of that number stays until
-        this one is durable. `metrics` are stored with the step.
+        this one is durable. Later steps than the one continued leave the list of the run, with a
+        warning that names them. `metrics` are stored with the step.
         Raises an earlier save's failure first; `ConflictError` for a step that exists already;
         `InvalidInputError` naming the path of a value that cannot be saved; `StorageError` (kind
         "timeout") when on_busy="wait" waited `durable_timeout` seconds.
         """
+        refuse_waiting(self._pipeline)
         with self._calls.exclusive():
             self._raise_failure(torn=False)
             return self._save(step, metrics, overwrite=overwrite)
@@ -197,6 +199,7 @@ class Checkpointer:
         on_busy="coalesce" put off. Returns the handle of a save, or None. Raises as :meth:`save`;
         with on_error="warn", failures of saves are logged instead.
         """
+        refuse_waiting(self._pipeline)
         with self._calls.exclusive():
             number = check_step(step)
             if self._options.on_error == "raise":
@@ -244,6 +247,7 @@ class Checkpointer:
         raises for a failed save; blocks at most `durable_timeout` seconds.
         """
         self._calls.check_open()
+        refuse_waiting(self._pipeline)
         self._guard.lock()
 
     def _step(self, step: int, metrics: Mapping[str, float] | None) -> Save | None:
@@ -267,6 +271,7 @@ class Checkpointer:
         step, checked = check_step(step), check_metrics(metrics)
         if not overwrite:
             self._order.check(step, self._pipeline.in_flight)
+        self._order.leave(step)
         self._due.seen(step, started=True)
         if self._pipeline.busy:
             if self._options.on_busy != "wait" and not must:
@@ -350,6 +355,7 @@ class Checkpointer:
         Raises what `restore_into` raises; `NotFoundError` for a step whose save has failed has
         that failure as its cause.
         """
+        refuse_waiting(self._pipeline)
         with self._calls.exclusive():
             self._wait_idle(None)
             try:
@@ -407,6 +413,7 @@ class Checkpointer:
         Raises `StateError` (kind "pending") after `timeout` seconds; saves go on in that case.
         """
         self._calls.check_open()
+        refuse_waiting(self._pipeline)
         self._wait_idle(check_seconds("timeout", timeout))
         self._raise_failure()
 
@@ -420,6 +427,7 @@ class Checkpointer:
         self._calls.check_process()
         if self._calls.closed:
             return
+        refuse_waiting(self._pipeline)
         with self._calls.exclusive():
             failure: DeltackptError | None = None
             try:

@@ -5,7 +5,8 @@ those of different saves may come at once, on whichever thread the thing happene
 staging thread; `Committed`, `Compacted` and `Failed` on a thread of their own, except that a save
 which fails while it is staged fails there; `StoreCompacted` and `CompactionFailed` on another
 one; `Skipped`, `Restored` and `Preempted` in the caller's.
-An observer should return quickly: what that thread does next waits for it. What an observer raises
+An observer should return quickly: what that thread does next waits for it; so it cannot save, wait
+or close, which is refused there. What an observer raises
 is logged and goes no further. `Restored` is what `Checkpointer.restore` returns.
 """
 
@@ -120,7 +121,14 @@ class Observers:
     """The observers of one checkpointer; calling it delivers an event to each of them."""
 
     def __init__(self, observers: Iterable[Observer]) -> None:
-        self._observers = tuple(observers)
+        try:
+            self._observers = tuple(observers)
+        except TypeError as error:
+            raise InvalidInputError(
+                f"observers must be a sequence of observers, got {observers!r}",
+                hint="write observers=[one]",
+                option="observers",
+            ) from error
         for observer in self._observers:
             if not callable(getattr(observer, "on_event", None)):
                 raise InvalidInputError(

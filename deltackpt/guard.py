@@ -44,6 +44,12 @@ class Guard:
     def _hook(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self.lock()
 
+    # As torch.compiler.disable, which would import the compiler: a compiled step calls these as
+    # they are, before its graph, and does not look inside.
+    for _method in (lock, _hook):
+        _method.__dict__["_torchdynamo_disable"] = True
+    del _method
+
 
 def has_optimizer(value: Any, depth: int = 4) -> bool:
     """Whether a `torch.optim.Optimizer` is among the objects of a state."""

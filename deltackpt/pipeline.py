@@ -41,7 +41,7 @@ from .capture import Capture
 from .cuda.split import SplitStager
 from .options import Options
 from .outcome import report_of, timed_out, typed_error
-from .report import SaveProgress, SaveReport
+from .report import SaveProgress, SaveReport, in_background
 from .restless import Restless, is_torn
 from .stage import Job, Stager, Staging, versions_of, with_copies
 from .steporder import StepOrder
@@ -161,6 +161,7 @@ class SavePipeline:
     def submit(self, request: Request, capture: Capture, started: float) -> SaveProgress:
         """Accept a save; returns at once. The caller has seen to it that there is room."""
         progress = SaveProgress(self._options.run, request.step, self._delivered, started)
+        progress.owner = self
         task = _Task(progress, self._deadline(), capture, request)
         task.versions = versions_of(capture.sources)
         task.marks = self._stager.mark(capture.sources)
@@ -282,6 +283,7 @@ class SavePipeline:
     # staging thread --------------------------------------------------------------------------
 
     def _stage_loop(self) -> None:
+        in_background(self)
         try:
             while (task := self._next_task()) is not None:
                 if task.restored is not None:
@@ -400,6 +402,7 @@ class SavePipeline:
         self._actions.put(partial(self._settle, client, save, outcome))
 
     def _finish_loop(self) -> None:
+        in_background(self)
         while True:
             deadlines = [task.deadline for task in tuple(self._tasks)]
             timeout = max(0.0, min(deadlines) - time.monotonic()) if deadlines else None

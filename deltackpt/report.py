@@ -81,6 +81,24 @@ class SaveReport:
         return dataclasses.asdict(self)
 
 
+_background = threading.local()
+
+
+def in_background(owner: object) -> None:
+    """This thread works for the saves of `owner`, for good: it must not wait for them."""
+    _background.owner = owner
+
+
+def refuse_waiting(owner: object) -> None:
+    """Raise `StateError` (kind "in-observer") in a thread that the saves of `owner` need."""
+    if owner is not None and getattr(_background, "owner", None) is owner:
+        raise StateError(
+            "an observer cannot save, wait or close: the saves wait for it to return",
+            kind="in-observer",
+            hint="do it in the training thread; result() of a save that is done() is fine",
+        )
+
+
 class SaveProgress:
     """Where one accepted save is. All methods may be called from any thread.
 
@@ -96,6 +114,8 @@ class SaveProgress:
         self.started = started
         """``time.perf_counter()`` at the call of `save`."""
         self.staged_seconds = 0.0
+        self.owner: object = None
+        """Whose threads move it along, see :func:`refuse_waiting`."""
         self.error: DeltackptError | None = None
         self.dropped: str | None = None
         self.report: SaveReport | None = None
@@ -273,6 +293,8 @@ class Save:
 
     def _wait(self, wait: Callable[[float | None], bool], timeout: float | None, what: str) -> None:
         limit = check_seconds("timeout", timeout)
+        if not wait(0):
+            refuse_waiting(self._progress.owner)
         if not wait(limit):
             raise StateError(
                 f"step {self.step} is not {what} after {limit:g} s",

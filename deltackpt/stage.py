@@ -324,7 +324,7 @@ class _Run:
         try:
             for unit in units:
                 if self._job.cancelled():
-                    raise StateError(f"save {self._job.save} was given up", kind="cancelled")
+                    raise StateError("the save was given up", kind="cancelled")
                 self._stage_unit(unit, packer)
             packer.flush()
         except BaseException:

@@ -72,7 +72,7 @@ class CopyStager:
                     job.layout, job.sources, extents, detection
                 ):
                     if job.cancelled():
-                        raise StateError(f"save {job.save} was given up", kind="cancelled")
+                        raise StateError("the save was given up", kind="cancelled")
                     at = index * HASH_BYTES
                     old = job.table.get(keys[extent])
                     if old is None or old[at : at + HASH_BYTES] != digest:

@@ -13,6 +13,7 @@ import contextlib
 
 from deltackpt_store.errors import ConflictError, CorruptionError, NotFoundError
 from deltackpt_store.manifest import Commit
+from deltackpt_store.names import check_step
 from deltackpt_store.protocol import CommitRef
 from deltackpt_store.store import Store
 
@@ -47,8 +48,10 @@ class Lineage:
     def check(self, step: int, *, overwrite: bool, begun: int | None) -> None:
         """Refuse a step that does not come after the one it would continue.
 
-        `begun` is the largest step of a save in flight. Raises `ConflictError`.
+        `begun` is the largest step of a save in flight. Raises `ConflictError`, and
+        `InvalidInputError` for what can be no step.
         """
+        check_step(step)
         head = self.head
         last = head.step if head is not None and head.run == self._run else None
         if begun is not None and (last is None or begun > last):

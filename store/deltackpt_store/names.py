@@ -38,6 +38,15 @@ def check_name(name: str, what: str) -> str:
     return name
 
 
+def check_step(step: int) -> int:
+    """Return `step` when a commit may have it: a whole number of 0 or more, of 63 bits."""
+    if type(step) is not int or not 0 <= step < 1 << 63:
+        raise InvalidInputError(
+            f"step must be a whole number of 0 or more, got {step!r}", option="step"
+        )
+    return step
+
+
 def is_pack_name(name: str) -> bool:
     """Whether `name` has the form ``<16 hex of the writer>-<8 digits>`` of every pack."""
     return _PACK.match(name) is not None

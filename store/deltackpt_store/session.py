@@ -114,7 +114,8 @@ class RunWriter:
                 self._finish(message)
             case protocol.Abort(save):
                 if save in self._active:
-                    self._fail(save, StateError(f"save {save} was given up", kind="aborted"))
+                    step = self._active[save].step
+                    self._fail(save, StateError(f"step {step} was given up", kind="aborted"))
             case protocol.NeedSlots():
                 self._starving = True
             case _:
@@ -206,14 +207,15 @@ class RunWriter:
             table = self._tables[key]
             if table is None:
                 raise StateError(
-                    f"save {key} failed, and this one was relative to it",
+                    "the step saved before failed, and this one was relative to it",
                     kind="relative-failed",
                     hint="save again relative to the last durable step",
                 )
             return table
         if isinstance(key, int):
             raise StateError(
-                f"save {key} is not complete or no longer known, and this one is relative to it",
+                "the step saved before is not complete or no longer known, and this one is relative"
+                " to it",
                 kind="relative-unknown",
             )
         commit = self._store.read_commit(*key)
@@ -446,7 +448,8 @@ class RunWriter:
         if isinstance(error, DeltackptError):
             error = self._writer.explain(error)
         else:
-            _log.error("save %d failed", save, exc_info=error)
+            active = self._active.get(save)
+            _log.error("the save of step %s failed", active and active.step, exc_info=error)
         self._active.pop(save, None)
         self._intake.failed(save)
         self._keep_table(save, None)

@@ -11,6 +11,7 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable
+from typing import Any
 
 from deltackpt_store.errors import (
     ConflictError,
@@ -117,6 +118,7 @@ class Store(History):
         """
         io = io or FileIO()
         where = _absolute(path)
+        _check_mode(mode)
         try:
             return cls(where, io, _create(io, where, exist_ok, mode))
         except OSError as error:
@@ -218,12 +220,31 @@ class Store(History):
 
 
 def _absolute(path: str | os.PathLike[str]) -> str:
-    text = os.fsdecode(path)
-    if not text or "\0" in text:
+    try:
+        text = os.fsdecode(path)
+        usable = bool(text) and b"\0" not in os.fsencode(text)
+    except UnicodeError:
+        text, usable = str(path), False
+    except TypeError as error:
+        raise InvalidInputError(
+            f"the path of a store must be a str or a path, got {path!r}", kind="bad-path"
+        ) from error
+    if not usable:
         raise InvalidInputError(
             f"{text!r} cannot be the path of a store", kind="bad-path", hint="name a directory"
         )
     return os.path.realpath(text)
+
+
+def _check_mode(mode: Any) -> None:
+    if mode is None:
+        return
+    if type(mode) is not int or not 0 <= mode <= 0o7777 or mode & 0o700 != 0o700:
+        shown = oct(mode) if type(mode) is int and mode >= 0 else repr(mode)
+        raise InvalidInputError(
+            f"mode must be permission bits that let the owner in, such as 0o2775, got {shown}",
+            option="mode",
+        )
 
 
 def _read_format(io: FileIO, path: str) -> Format | None:

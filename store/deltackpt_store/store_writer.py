@@ -43,7 +43,13 @@ from deltackpt_store.io_thread import IoThread
 from deltackpt_store.leases import Claims, Lease
 from deltackpt_store.manifest import Commit, Manifest
 from deltackpt_store.manifest_io import closure_digest, digest_of, encode, encode_commit
-from deltackpt_store.names import RETIRED_SUFFIX, check_name, number_name, parse_number
+from deltackpt_store.names import (
+    RETIRED_SUFFIX,
+    check_name,
+    check_step,
+    number_name,
+    parse_number,
+)
 from deltackpt_store.oserror import storage_error
 from deltackpt_store.pack import MAX_CHUNK_BYTES, Location, pack_path
 from deltackpt_store.pack_writer import BATCH_BYTES, PackBuilder, PackFile, sync_directory
@@ -594,6 +600,7 @@ class StoreWriter:
         if not self._heeding:
             self.heed()
         check_name(run, "run")
+        check_step(step)
         names = sorted(set(packs))
         self._check_flushed(names)
         directory = os.path.join(self._root, "runs", run)
