@@ -23,7 +23,7 @@ from deltackpt_store.errors import CorruptionError
 KINDS = {"bfloat16": 1, "float16": 2}
 MAX_PARTS = 255
 
-_BLOCK = 32 * 1024  # elements
+_BLOCK = 8 * 1024  # elements
 _HEAD = struct.Struct("<HH")
 _INFINITE = 0x7F800000
 
@@ -48,13 +48,15 @@ RULES: dict[int, tuple[Rule, ...]] = {
 def round_to(kind: int, values: Words, rule: Rule) -> tuple[Halves, bool]:
     """The bits of float32 `values` as 16-bit floats, and whether a NaN was among them."""
     out = np.empty(len(values), np.uint16)
+    room = np.empty(min(len(values), _BLOCK), np.uint32)
     met = False
     for start in range(0, len(values), _BLOCK):
         block = values[start : start + _BLOCK]
         target = out[start : start + len(block)]
         floats = block.view(np.float32)
         if kind == 1:
-            rounded = block >> np.uint32(16)
+            rounded = room[: len(block)]
+            np.right_shift(block, np.uint32(16), out=rounded)
             rounded &= np.uint32(1)
             rounded += np.uint32(0x7FFF)
             rounded += block
