@@ -42,7 +42,9 @@ class _Part(NamedTuple):
 class _Target:
     """A 16-bit extent: its candidates, the one it is paired with, and what a save found so far."""
 
-    __slots__ = ("candidates", "held", "kind", "missed", "pair", "parts", "spec", "used")
+    __slots__ = (
+        "candidates", "held", "kind", "missed", "pair", "parts", "ready", "spec", "used",
+    )  # fmt: skip
 
     def __init__(self, kind: int, spec: ExtentSpec, candidates: list[int]) -> None:
         self.kind = kind
@@ -50,6 +52,7 @@ class _Target:
         self.candidates = candidates
         self.pair: int | None = candidates[0] if candidates else None
         self.parts: dict[int, dict[int, _Part]] = {}  # chunk -> source chunk -> part
+        self.ready: dict[int, tuple[Same, ...]] = {}  # chunks of which all parts have come
         self.used: int | None = None  # the pair as this save began
         self.held = self.missed = 0
 
@@ -63,7 +66,7 @@ class Derived:
     """Recipes for 16-bit chunks. Used by one thread but for :meth:`round`.
 
     Within one save, float32 chunks are fed before the 16-bit chunks that follow from them are asked
-    about; at most the rounded halves of chunks in work are held in memory.
+    about. Rounded elements are held in memory until those of one 16-bit chunk are together.
     """
 
     def __init__(self) -> None:
@@ -92,6 +95,7 @@ class Derived:
         for target in self._targets.values():
             self._judge(target)
             target.parts.clear()
+            target.ready.clear()
             target.held = target.missed = 0
             target.used = target.pair
         self._samples.clear()
@@ -140,15 +144,37 @@ class Derived:
     def feed(self, chunk: int, chunk_id: bytes, pieces: list[tuple[Place, list[bytes]]]) -> None:
         """Take what :meth:`round` made of a chunk, which is stored under `chunk_id`."""
         for (number, at), rounded in pieces:
-            parts = self._targets[number].parts.setdefault(at, {})
+            target = self._targets[number]
+            parts = target.parts.setdefault(at, {})
             parts[chunk] = _Part(chunk_id, tuple(rounded))
+            sources = self._sources(target, at)
+            if parts.keys() >= set(sources):
+                target.ready[at] = self._joined(target, at, sources, target.parts.pop(at))
+
+    def _joined(
+        self, target: _Target, chunk: int, sources: range, parts: dict[int, _Part]
+    ) -> tuple[Same, ...]:
+        """What a 16-bit chunk is, by each rule."""
+        if len(sources) > MAX_PARTS or target.pair is None:
+            return ()
+        start = target.span(chunk)[0] - sources[0] * self._specs[target.pair].chunk_bytes
+        refs = tuple(parts[c].id for c in sources)
+        rules = RULES[target.kind]
+        usual = all(len(parts[c].rounded) == 1 for c in sources)
+        made: dict[bytes, Same] = {}
+        for number, rule in enumerate(rules[:1] if usual else rules):
+            whole = [parts[c].rounded[min(number, len(parts[c].rounded) - 1)] for c in sources]
+            chunk_id = blake3(b"".join(whole)).digest()
+            encoded = Encoded(codecs.CAST, cast_params(target.kind, rule, start), refs, [])
+            made.setdefault(chunk_id, Same(chunk_id, encoded))
+        return tuple(made.values())
 
     # the 16-bit side ---------------------------------------------------------------------------
 
     def missing(self, extent: int, chunk: int) -> list[Place]:
         """float32 chunks that have not been fed and that this chunk would follow from."""
         target = self._targets.get(extent)
-        if target is None or target.pair is None:
+        if target is None or target.pair is None or chunk in target.ready:
             return []
         have = target.parts.get(chunk, {})
         return [(target.pair, c) for c in self._sources(target, chunk) if c not in have]
@@ -168,23 +194,9 @@ class Derived:
             self._look_for_pair(target, raw)
         if target.pair is None:
             return ()
-        parts = target.parts.pop(chunk, {})
-        sources = self._sources(target, chunk)
-        if set(parts) != set(sources) or len(sources) > MAX_PARTS:
-            target.missed += 1
-            return ()
-        start = target.span(chunk)[0] - sources[0] * self._specs[target.pair].chunk_bytes
-        refs = tuple(parts[c].id for c in sources)
-        rules = RULES[target.kind]
-        usual = all(len(parts[c].rounded) == 1 for c in sources)
-        made: dict[bytes, Same] = {}
-        for number, rule in enumerate(rules[:1] if usual else rules):
-            whole = b"".join(parts[c].rounded[min(number, len(parts[c].rounded) - 1)]
-                             for c in sources)  # fmt: skip
-            chunk_id = blake3(whole).digest()
-            encoded = Encoded(codecs.CAST, cast_params(target.kind, rule, start), refs, [])
-            made.setdefault(chunk_id, Same(chunk_id, encoded))
-        return tuple(made.values())
+        made = target.ready.pop(chunk, ())
+        target.missed += not made
+        return made
 
     def learned(self, extent: int, chunk_id: bytes, recipes: Sequence[Recipe]) -> None:
         """Which chunk it was that had these recipes."""
@@ -207,6 +219,7 @@ class Derived:
                     if candidate != target.pair:
                         target.pair, target.missed = candidate, 0
                         target.parts.clear()
+                        target.ready.clear()
                     return
 
 

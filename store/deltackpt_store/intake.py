@@ -89,9 +89,9 @@ class Intake:
             return
         moved = [self._predictor.unchanged(one.extent, one.chunk) for one in waiting]
         self._move([move for move in moved if move is not None])
-        others = [one for one in waiting if not self._derived.missing(one.extent, one.chunk)]
-        self._put(save, others)
-        halves = [one for one in waiting if one not in others]
+        missing = [bool(self._derived.missing(one.extent, one.chunk)) for one in waiting]
+        self._put(save, [one for one, half in zip(waiting, missing, strict=True) if not half])
+        halves = [one for one, half in zip(waiting, missing, strict=True) if half]
         for one in halves:
             self._fetch(save, one)
         self._put(save, halves)

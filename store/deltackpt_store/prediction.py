@@ -28,6 +28,9 @@ from deltackpt_store.recipes import Coded, Near
 STEPS = 8
 """Optimizer steps replayed from one anchor, at most."""
 
+_CHUNK_BYTES = 4 * 1024 * 1024
+"""Larger chunks are not predicted: a reader takes 512 MiB of references for a chunk, no more."""
+
 _FIRST_DEPTH = 6  # of references of exp_avg: the others come on top
 _DEPTH = 7  # of what is predicted: its rounding to 16 bits comes on top
 _SIT_OUT = 16  # anchors for which a tensor that cannot be predicted is left alone, at most
@@ -154,7 +157,8 @@ class Predictor:
             size = sum(spec.nbytes for spec in specs)
             alike = len(specs) == len(group.extents) and len(set(specs)) == 1
             alike &= len(set(group.extents.values())) == len(specs)
-            if alike and specs[0].dtype == "float32" and not specs[0].inline and size <= left:
+            fits = alike and size <= left and specs[0].chunk_length(0) <= _CHUNK_BYTES
+            if fits and specs[0].dtype == "float32" and not specs[0].inline:
                 left -= size
                 for kind, extent in group.extents.items():
                     self._places.setdefault(extent, (group, kind))

@@ -234,6 +234,24 @@ def test_variants_of_adam(start: Start, tmp_path: Path, options: dict[str, Any])
         assert set(codecs_of(store, 4, extent)) == {codecs.ADAM}, extent
 
 
+def test_large_chunks_are_not_predicted() -> None:
+    """What a reader may read to decode one chunk is bounded: nothing beyond that may be written."""
+    import msgspec
+
+    for chunk_bytes, predicted in ((4 << 20, True), (8 << 20, False)):
+        state = AdamState(CHUNK)
+        layout = state.layout()
+        extents = tuple(
+            msgspec.structs.replace(extent, nbytes=chunk_bytes, chunk_bytes=chunk_bytes)
+            for extent in layout.extents
+        )
+        layout = msgspec.structs.replace(layout, extents=extents)
+        predictor = prediction.Predictor()
+        predictor.budget = 1 << 30
+        predictor.begin(layout, state.hints())
+        assert predictor.is_first(at.FIRST) == predicted
+
+
 def test_wrong_numbers_cost_only_bytes(start: Start, tmp_path: Path) -> None:
     """A hint is not trusted: another optimizer, or a wrong learning rate, saves all the same."""
     state = AdamState()
