@@ -16,8 +16,9 @@ from deltackpt_store.errors import NotFoundError
 from deltackpt_store.fileio import make_directories
 from deltackpt_store.manifest import Commit, ExtentSpec, Layout, Snapshot, TensorView
 from deltackpt_store.manifest_io import to_base
+from deltackpt_store.recipes import Near
 from deltackpt_store.store import Store
-from deltackpt_store.store_writer import Chunk, StoreWriter
+from deltackpt_store.store_writer import Chunk, Put, StoreWriter
 from deltackpt_store.testing import CrashState, SimulatedDisk, check_crash_states
 
 PATH = "/disk/store"
@@ -75,7 +76,7 @@ def read_step(store: Store, commit: Commit) -> np.ndarray:
     return out
 
 
-def recover(crash: CrashState) -> frozenset[int]:
+def recover(crash: CrashState, expected: Callable[[int], np.ndarray] = state_at) -> frozenset[int]:
     """The steps that are there, each proven bit for bit."""
     try:
         after = Store.open(PATH, io=crash.disk())
@@ -83,7 +84,7 @@ def recover(crash: CrashState) -> frozenset[int]:
         return frozenset()
     commits = after.commits("main") if "main" in after.runs() else []
     for commit in commits:
-        assert np.array_equal(read_step(after, commit), state_at(commit.step)), crash
+        assert np.array_equal(read_step(after, commit), expected(commit.step)), crash
     return frozenset(commit.step for commit in commits)
 
 
@@ -108,3 +109,60 @@ def test_references_are_durable_before_the_commit(figure: Figure) -> None:
     figure("crash states that differ", found.distinct)
     assert found.states > 3000
     assert found.distinct > 300
+
+
+def linked_at(step: int) -> np.ndarray:
+    """As `state_at`, but the last chunk is nearly the first one."""
+    state = state_at(step).copy()
+    state[-1] = (state[0].view(np.float32) * np.float32(1.000001)).view(np.uint8)
+    return state
+
+
+def save_linked(store: Store, writer: StoreWriter, step: int, parent: Commit | None) -> Commit:
+    """Code each chunk against the one of the step before, and the last against the first, which
+    has just been put and is not durable yet."""
+    state = linked_at(step)
+    before = None if parent is None else store.snapshot(parent)
+    puts: list[Put] = []
+    for i, chunk in enumerate(state):
+        recipes: tuple[Near, ...] = ()
+        if i == CHUNKS - 1:
+            recipes = (Near(DELTA, (puts[0].id,), memoryview(state[0].tobytes()), 8),)
+        elif before is not None:
+            old = memoryview(linked_at(step - 1)[i].tobytes())
+            recipes = (Near(DELTA, (before.chunks[0][i].tobytes(),), old, 8),)
+        puts += writer.put_many([Chunk(chunk.tobytes(), "float32", recipes=recipes)])
+        assert bool(puts[-1].refs) == bool(recipes)
+    packs = {pack for put in puts for pack in writer.packs_of(put)}
+    writer.flush()
+    ids = np.stack([np.frombuffer(put.id, np.uint8) for put in puts])
+    manifest = to_base(Snapshot(LAYOUT, {}, {}, {0: ids}, packs=tuple(sorted(packs))), packs)
+    digest = writer.write_manifest(manifest)
+    writer.next_save()
+    return writer.commit(
+        run="main", step=step, parent=parent, manifest=digest, base=None, root=manifest.root,
+        packs=packs,
+    )  # fmt: skip
+
+
+def recover_linked(crash: CrashState) -> frozenset[int]:
+    return recover(crash, linked_at)
+
+
+# case 83
+def test_chains_are_durable_before_the_commit(figure: Figure) -> None:
+    """References of references, and ones within the same save: all there, or no step."""
+    disk = SimulatedDisk()
+    make_directories(disk, "/disk")
+    disk.sync_directory("/")
+    store = Store.create(PATH, io=disk)
+    writer = StoreWriter(store, pack_bytes=CHUNK // 2)
+    parent = None
+    for step in range(3):
+        parent = save_linked(store, writer, step, parent)
+        disk.mark(step)
+    writer.close()
+    found = check_crash_states(disk, recover_linked, accept, exhaustive=64, random_states=4)
+    figure("crash states of chained saves", found.states)
+    assert found.states > 1000
+    assert found.distinct > 200
