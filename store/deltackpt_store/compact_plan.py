@@ -113,6 +113,16 @@ class Survey:
         inside[step.groups[step.groups >= 0]] = True
         return self._having(inside & self.plain)
 
+    def lacking(self, step: StepGroups) -> Bools:
+        """Of each group of the step whether it must be stored by itself for the step to be whole.
+
+        A chunk that is coded against others of the step need not be, when these are or will be.
+        """
+        inside = np.zeros(self.catalogue.groups, np.bool_)
+        inside[step.groups[step.groups >= 0]] = True
+        bound_outside = inside & ~self._having(inside)
+        return inside & ~self._having(inside & (self.plain | bound_outside))
+
     def free(self) -> Bools:
         """Of each group whether it has a record that needs listed chunks only."""
         return self._having(self.listed)
@@ -190,7 +200,7 @@ def _own(survey: Survey, bases: Mapping[str, StepGroups]) -> tuple[Ints, Bools]:
     parts: list[Ints] = []
     for base in bases.values():
         groups = base.groups[base.groups >= 0]
-        fresh = groups[~(survey.self_contained(base) | wanted)[groups]]
+        fresh = groups[(survey.lacking(base) & ~wanted)[groups]]
         distinct, first = np.unique(fresh, return_index=True)
         parts.append(distinct[np.argsort(first)])
         wanted[distinct] = True

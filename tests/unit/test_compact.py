@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from adam_trainer import rounded
 from authors import (
     CHUNK,
     Author,
@@ -24,7 +25,7 @@ from authors import (
     id_of,
     words_in,
 )
-from coded import Blob, write_pack
+from coded import Blob, rounded_blob, write_pack
 from deltackpt_store import codecs, compact_plan, compact_run, compact_write, proof, store_writer
 from deltackpt_store.client import WriterClient
 from deltackpt_store.compact import CompactReport, compact
@@ -37,6 +38,7 @@ from deltackpt_store.errors import (
 )
 from deltackpt_store.fileio import FileIO
 from deltackpt_store.gc import collect
+from deltackpt_store.index import refresh
 from deltackpt_store.leases import Lease
 from deltackpt_store.names import pack_path
 from deltackpt_store.pack import Location
@@ -253,6 +255,38 @@ def test_a_base_that_a_listed_step_names_stays(store: Store, new: New) -> None:
     assert (report.chunks_own, report.chunks_recoded) == (6, 0)
     assert [place.refs for place in places_of(store, "place 0~2")] == [(id_of("place 0"),)]
     check_everything(Store.open(store.path))
+
+
+def test_what_follows_from_other_chunks_of_its_step_goes_on_so(store: Store, new: New) -> None:
+    """Guard: 16-bit weights that are the rounded masters of the same step are not stored again."""
+    mixture = np.random.default_rng(0)
+    old = [mixture.standard_normal(CHUNK // 4, np.float32) for _ in range(2)]
+    masters = [values + (np.arange(len(values)) < 5) * np.float32(1e-4) for values in old]
+    author = new()
+    for values in old:
+        author.writer.put(values.tobytes(), dtype="float32")
+    author.writer.flush()
+    refresh(author.index, IO, store.path, store.packs.names())
+    puts = [
+        author.writer.put(new.tobytes(), dtype="float32", reference=_id(values.tobytes()))
+        for values, new in zip(old, masters, strict=True)
+    ]
+    assert all(put.refs for put in puts)
+    author.writer.flush()
+    raw = b"".join(map(rounded, masters))
+    write_pack(store, [rounded_blob(raw, "bfloat16", [m.tobytes() for m in masters], 0)], "cd" * 8)
+    _commit_large(author, [*(put.id for put in puts), _id(raw)], CHUNK)
+    author.close()
+    report = compact(store)
+    assert report.chunks_own == 2
+    kinds = records(store)
+    assert [place.codec for place in kinds[_id(raw)]] == [codecs.CAST]
+    assert {place.codec for put in puts for place in kinds[put.id]} <= {codecs.RAW, codecs.PLANES}
+    assert not any(_id(values.tobytes()) in kinds for values in old)
+    [base] = report.bases
+    assert base.bytes_after < base.bytes_before + CHUNK
+    assert verify(Store.open(store.path), level="chunks").ok
+    assert compact(store).nothing
 
 
 def test_one_run_alone(store: Store, new: New) -> None:
