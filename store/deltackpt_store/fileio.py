@@ -66,9 +66,9 @@ class FileIO:
         try:
             return self._write_all(handle, views, offset)
         except OSError as error:
-            if error.errno != errno.EINVAL:
+            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
                 raise
-        # Refused for its alignment, perhaps after a part: `views` holds what is left.
+        # Refused, for its alignment as a rule, perhaps after a part: `views` holds what is left.
         direct.switch(handle, on=False)
         left = sum(map(len, views))
         return total - left + self._write_all(handle, views, offset + total - left)
