@@ -12,7 +12,7 @@ PIP := $(PY) -m pip --disable-pip-version-check --no-input
 ARGS ?=
 
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test mutate soak chaos lint format bench clean
+.PHONY: help venv demo test mutate soak chaos lab lint format bench clean
 
 help:
 	@echo "make demo    train a real model, kill it during a save, resume bit for bit"
