@@ -174,9 +174,10 @@ class Session:
 
     def __init__(self, guards: list[Guard], jobs: int, resume: bool) -> None:
         self._known: dict[str, str] = {}
-        if resume and RESULTS.exists():
+        if RESULTS.exists():
             self._known = json.loads(RESULTS.read_text())
-        self._guards = [g for g in guards if self._known.get(g.name) != g.fingerprint(ROOT)]
+        known = self._known if resume else {}
+        self._guards = [g for g in guards if known.get(g.name) != g.fingerprint(ROOT)]
         self.left_out = len(guards) - len(self._guards)
         self._jobs = jobs
         self._lock = threading.Lock()
