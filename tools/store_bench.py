@@ -1,20 +1,22 @@
-"""Time and memory of garbage collection's marking, on a store of a million small records.
+"""Time and memory of the index and of garbage collection's marking, over a million records.
 
-    python tests/bench/mark_figures.py [RECORDS]
+    python tools/store_bench.py [RECORDS]
 
-Prints one JSON object. Memory is that of arrays and objects (tracemalloc), the index is what
-`Store.index` takes for the same packs. Nothing but this directory's store is touched.
+Prints one JSON object. Seconds are medians of three. Memory is that of arrays and objects
+(tracemalloc); the index is what `Store.index` rebuilds from the footers of the same packs. Only a
+temporary directory is touched.
 """
 
 from __future__ import annotations
 
-import gc as python_gc
+import gc
 import json
 import os
 import sys
 import tempfile
 import time
 import tracemalloc
+from collections.abc import Callable
 
 import numpy as np
 from deltackpt_store.codecs import Encoded
@@ -22,7 +24,7 @@ from deltackpt_store.fileio import FileIO, make_directories
 from deltackpt_store.index import MemoryIndex
 from deltackpt_store.manifest import Commit, ExtentSpec, Layout, Manifest, TensorView
 from deltackpt_store.manifest_io import digest_of, encode, encode_commit
-from deltackpt_store.mark import mark
+from deltackpt_store.mark import Marking, mark
 from deltackpt_store.names import number_name, pack_path
 from deltackpt_store.pack_writer import PackWriter
 from deltackpt_store.roots import read_roots
@@ -70,38 +72,60 @@ def write(store: Store, manifest: Manifest) -> bytes:
     return digest_of(data)
 
 
+def seconds_of(act: Callable[[], object]) -> float:
+    """Median of three."""
+    times: list[float] = []
+    for _ in range(3):
+        began = time.perf_counter()
+        act()
+        times.append(time.perf_counter() - began)
+    return sorted(times)[1]
+
+
+def rebuilt(path: str) -> MemoryIndex:
+    """The index of all packs, ready for look-ups."""
+    index = Store.open(path).index()
+    index.contains_many(np.zeros((1, 32), np.uint8))
+    return index
+
+
+def marked(path: str) -> Marking:
+    store = Store.open(path)
+    return mark(store, read_roots(store))
+
+
+def memory(path: str) -> tuple[int, int]:
+    """Bytes that the index takes, and that marking takes at its peak."""
+    tracemalloc.start()
+    held = rebuilt(path)
+    index_bytes = tracemalloc.get_traced_memory()[0]
+    del held
+    gc.collect()
+    tracemalloc.reset_peak()
+    before = tracemalloc.get_traced_memory()[0]
+    marked(path)
+    peak = tracemalloc.get_traced_memory()[1] - before
+    tracemalloc.stop()
+    return index_bytes, peak
+
+
 def main() -> None:
     records = int(sys.argv[1]) if len(sys.argv) > 1 else 1_000_000
     with tempfile.TemporaryDirectory() as directory:
-        store = Store.create(f"{directory}/store", io=FileIO())
-        build(store, records)
-        times: list[float] = []
-        for _ in range(3):
-            began = time.perf_counter()
-            marking = mark(Store.open(store.path), read_roots(Store.open(store.path)))
-            times.append(time.perf_counter() - began)
-            kept = len(marking.keeping())
-            del marking
-        began = time.perf_counter()
-        index = Store.open(store.path).index()
-        index.contains_many(np.zeros((1, 32), np.uint8))
-        index_seconds = time.perf_counter() - began
-        del index
-        tracemalloc.start()
-        held: MemoryIndex = Store.open(store.path).index()
-        held.contains_many(np.zeros((1, 32), np.uint8))
-        index_bytes = tracemalloc.get_traced_memory()[0]
-        del held
-        python_gc.collect()
-        tracemalloc.reset_peak()
-        base = tracemalloc.get_traced_memory()[0]
-        mark(Store.open(store.path), read_roots(Store.open(store.path)))
-        peak = tracemalloc.get_traced_memory()[1] - base
+        path = f"{directory}/store"
+        build(Store.create(path, io=FileIO()), records)
+        kept = len(marked(path).keeping())
+        mark_seconds = seconds_of(lambda: marked(path))
+        index_seconds = seconds_of(lambda: rebuilt(path))
+        index_bytes, peak = memory(path)
     print(json.dumps({
         "records": records, "references": records // 2 * STEPS, "packs_kept": kept,
-        "mark_seconds": round(sorted(times)[1], 3), "index_seconds": round(index_seconds, 3),
-        "index_bytes": index_bytes, "mark_peak_bytes": peak,
-        "mark_over_index": round(peak / index_bytes, 2),
+        "mark_seconds": round(mark_seconds, 3),
+        "index_seconds": round(index_seconds, 3),
+        "mark_over_index_seconds": round(mark_seconds / index_seconds, 2),
+        "index_bytes_per_record": round(index_bytes / records, 1),
+        "mark_peak_bytes_per_record": round(peak / records, 1),
+        "mark_over_index_memory": round(peak / index_bytes, 2),
     }))  # fmt: skip
 
 
