@@ -128,7 +128,7 @@ class Trial:
 # cases 128, 129
 @pytest.mark.parametrize("part", range(10))
 def test_random_orders_with_stalls_kills_lies_and_skewed_clocks(
-    part: int, monkeypatch: pytest.MonkeyPatch
+    part: int, monkeypatch: pytest.MonkeyPatch, figure: Callable[[str, int], None]
 ) -> None:
     world = World()
     for seed in range(part * 500, part * 500 + 500):
@@ -148,3 +148,4 @@ def test_random_orders_with_stalls_kills_lies_and_skewed_clocks(
         collect(store)
         check_everything(Store.open(PATH, io=run.disk), [again.commit_of(report)], seed)
         check_clean(store)
+    figure("simulation seeds", 500)

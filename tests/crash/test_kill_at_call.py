@@ -1,7 +1,7 @@
 """Prevents: a process killed in the middle of a file operation leaves what needs a repair.
 
-Savers, sessions, retention, collection and creation are killed at one file call after the other,
-each on a copy of one store; see `kill_operations`. DELTACKPT_KILL_STRIDE=1 tries every call.
+Savers, sessions, retention, collection, compaction and creation are killed at one file call after
+the other, each on a copy of one store; see `kill_operations`. DELTACKPT_KILL_STRIDE=1 tries more.
 """
 
 from __future__ import annotations

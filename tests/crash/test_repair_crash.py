@@ -110,6 +110,7 @@ class Hurt:
         gone = pack_path(COPY, self._pack(copy, "lost"))
         self.disk.unlink(gone)
         self.disk.sync_directory(os.path.dirname(gone))
+        self.damaged = [self._pack(store, word) for word in ("lost", "copied", "twice", "b")]
         for word in ("lost", "copied", "twice"):
             place = store.index().get(blake3(chunk_of(word)).digest())
             assert place is not None
@@ -129,6 +130,10 @@ class Hurt:
     def check(self, disk: FileIO, where: object, *, done: bool) -> None:
         """All that could be read before the repair can be; when it is done, all but the lost."""
         store = Store.open(PATH, io=disk)
+        for name in self.damaged:
+            assert any(
+                disk.exists(pack_path(root, name)) for root in (PATH, PATH + "/quarantine")
+            ), (where, "a damaged pack is gone")
         for commit in self.commits:
             hurt = (commit.run, commit.number) in (("main", 2), ("main", 4))
             try:
@@ -177,7 +182,7 @@ def test_every_call_of_a_repair_may_fail(persistent: bool) -> None:
     hurt = Hurt()
     failures, at = 0, 0
     while True:
-        at += 3 if persistent else 1
+        at += 5 if persistent else 2
         disk = hurt.disk.copy()
         io = FailingIO(disk, number=errors[at % len(errors)], persistent=persistent, fail_at=at)
         try:
@@ -188,14 +193,14 @@ def test_every_call_of_a_repair_may_fail(persistent: bool) -> None:
         hurt.check(disk, f"call {at}", done=False)
         if not io.failed:
             break
-        if at % 24 == 0:
+        if at % 30 == 0:
             report = repair(
                 Store.open(PATH, io=disk), sources=[Store.open(COPY, io=disk)], threads=1
             )
             assert not report.left, (at, report.left)
             hurt.check(disk, f"call {at}, after", done=True)
     assert at > 200
-    assert failures > 10
+    assert failures > 8
 
 
 def test_a_repairing_process_may_be_killed_at_any_time(tmp_path: Path) -> None:

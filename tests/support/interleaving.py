@@ -12,12 +12,13 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from deltackpt_store.fileio import TEMPORARY_PREFIX, Buffer, FileIO
 from deltackpt_store.testing import SimulatedDisk
 
 Body = Callable[["ActorIO"], None]
+T = TypeVar("T")
 
 
 class Killed(BaseException):
@@ -31,6 +32,8 @@ class Decision:
     enabled: tuple[int, ...]
     running: int | None
     chosen: int
+    at: int
+    """How many visible operations came before."""
 
     def preempts(self, choice: int) -> bool:
         return self.running in self.enabled and choice != self.running
@@ -45,6 +48,80 @@ class Actor:
     killed: bool = False
     error: BaseException | None = None
     go: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+
+
+Op = tuple[int, tuple[str, ...], bool]
+"""A visible operation: by whom, which paths it concerns, whether it changes them."""
+_ops: dict[Op, Op] = {}
+
+
+class Seen(Exception):  # noqa: N818 - not an error
+    """Raised by a choice: what follows has been looked at before."""
+
+
+class State:
+    """What may matter to the actors from here on, by names that are alike in every run.
+
+    Actors are deterministic: what each does next follows from what its calls have told it so far.
+    Names of temporary files, digests and bytes that hold random numbers differ from run to run; a
+    file is known by who made it, as which of theirs.
+    """
+
+    def __init__(self, actors: int) -> None:
+        self._told = [0] * actors  # hash of what each actor was told
+        self._made = [0] * actors
+        self._files: dict[str, tuple[int, int]] = {}  # by whom, which of theirs
+        self._names = 0  # hash of the set of names and what they lead to
+        self.handles: dict[int, object] = {}
+
+    def key(self) -> tuple[object, ...]:
+        return (*self._told, self._names)
+
+    def tell(self, number: int, what: str, path: str, result: object) -> None:
+        self._told[number] = hash((self._told[number], what, self.name(path), result))
+
+    def failed(self, number: int, what: str, path: str, error: BaseException) -> None:
+        self.tell(number, what, path, type(error).__name__)
+
+    def name(self, path: str) -> object:
+        """A name for the path that is alike in every run."""
+        directory, _, name = path.rpartition("/")
+        if name.startswith(TEMPORARY_PREFIX):
+            rest = name[len(TEMPORARY_PREFIX) + 13 :]
+            return directory, rest if len(rest) != 64 else "manifest"
+        if directory.endswith("/manifests") and path in self._files:
+            return directory, self._files[path]
+        return path
+
+    def file(self, path: str) -> object:
+        return self._files.get(path, path)
+
+    def make(self, number: int, path: str) -> None:
+        self._made[number] += 1
+        self._files[path] = (number, self._made[number])
+        self._toggle(path)
+
+    def link(self, source: str, target: str) -> None:
+        if source in self._files:
+            self._files[target] = self._files[source]
+        self._toggle(target)
+
+    def remove(self, path: str) -> None:
+        self._toggle(path)
+        self._files.pop(path, None)
+
+    def touch(self, handle: int, path: str) -> None:
+        self.handles[handle] = self.file(path)
+
+    def held(self, path: str) -> None:
+        """A lock was taken, or let go."""
+        self._names ^= hash((self.name(path), "held"))
+
+    def wrote(self, handle: int, offset: int, size: int) -> None:
+        self._names ^= hash((self.handles.get(handle), "wrote", offset, size))
+
+    def _toggle(self, path: str) -> None:
+        self._names ^= hash((self.name(path), self.file(path)))
 
 
 class Run:
@@ -65,6 +142,10 @@ class Run:
         self.actors = [Actor(name, body) for name, body in actors]
         self.decisions: list[Decision] = []
         self.log: list[str] = []
+        self.state = State(len(actors))
+        self.trace: list[Op] = []
+        self.cut = False
+        """Given up, as what follows has been looked at before."""
         self._choose = choose
         self._over = threading.Event()
         self.steps = 0
@@ -98,7 +179,10 @@ class Run:
             actor.error = error
         io.let_go()
         actor.done = True
-        self._next(None)
+        if not self.cut:
+            self._next(None)
+        elif all(other.done for other in self.actors):
+            self._over.set()
 
     def _next(self, running: int | None) -> int | None:
         """Choose who goes on and, if it is somebody else, let them."""
@@ -110,12 +194,31 @@ class Run:
         if not enabled:
             self._over.set()
             return None
-        chosen = enabled[0] if len(enabled) == 1 else self._choose(self, enabled, running)
+        try:
+            chosen = enabled[0] if len(enabled) == 1 else self._choose(self, enabled, running)
+        except Seen:
+            self._give_up(running)
+            return None
         if len(enabled) > 1:
-            self.decisions.append(Decision(enabled, running, chosen))
+            self.decisions.append(Decision(enabled, running, chosen, len(self.trace)))
         if chosen != running:
             self.actors[chosen].go.release()
         return chosen
+
+    def _give_up(self, running: int | None) -> None:
+        """Everybody ends where they are."""
+        self.cut = True
+        for number, actor in enumerate(self.actors):
+            actor.killed = True
+            if number != running:
+                actor.go.release()
+        if all(actor.done for actor in self.actors):
+            self._over.set()
+
+    def key(self, running: int | None) -> tuple[object, ...]:
+        """Runs with equal keys go on alike, whatever came before."""
+        stand = tuple((actor.done, actor.waiting) for actor in self.actors)
+        return (running, stand, *self.state.key())
 
     def point(self, number: int, what: str, path: str) -> None:
         """The actor `number` is about to do something visible."""
@@ -123,18 +226,16 @@ class Run:
         if actor.killed:
             raise Killed
         directory = path.rpartition("/")[0]
-        if what in ("open", "list", "exists"):
-            touched = {path}
-            self.reads[number].add(path)
-        else:
-            touched = {path, directory}
-            self.writes[number] |= touched
+        writes = what not in ("open", "list", "exists")
+        touched = (path, directory) if writes else (path,)
+        (self.writes if writes else self.reads)[number].update(touched)
         free = self.shared is None or not self.shared.isdisjoint(touched)
-        if free and self._next(number) != number:
+        if free and self._next(number) != number and not self.cut:
             actor.go.acquire()
         if actor.killed:
             raise Killed
         self.steps += 1
+        self.trace.append(_ops.setdefault((number, touched, writes), (number, touched, writes)))
         self.log.append(f"{actor.name} {what} {path}")
         for other in self.actors:  # something may have changed: who waits may look again
             if other is not actor:
@@ -144,7 +245,7 @@ class Run:
         """The actor waits until somebody else has done something visible."""
         actor = self.actors[number]
         actor.waiting = True
-        if self._next(number) != number:
+        if self._next(number) != number and not self.cut:
             actor.go.acquire()
         actor.waiting = False
         if actor.killed:
@@ -189,48 +290,82 @@ class ActorIO(FileIO):
 
     def let_go(self) -> None:
         """The process is gone, and with it its locks."""
-        for handle in self._locks:
+        for handle, path in self._locks.items():
             with contextlib.suppress(KeyError):
                 self._disk.close(handle)
+            self._run.state.held(path)
         self._locks.clear()
 
     # visible -------------------------------------------------------------------------------
 
+    def _do(self, what: str, path: str, act: Callable[[], T], told: object = None) -> T:
+        """Do what was announced, and note what it tells the actor."""
+        state = self._run.state
+        try:
+            result = act()
+        except OSError as error:
+            state.failed(self._number, what, path, error)
+            raise
+        state.tell(self._number, what, path, told)
+        return result
+
     def create(self, path: str, mode: int = 0o666) -> int:
         self._visible("create", path)
-        return self._disk.create(path, mode)
+        handle = self._do("create", path, lambda: self._disk.create(path, mode))
+        self._run.state.make(self._number, path)
+        self._run.state.touch(handle, path)
+        return handle
 
     def link(self, source: str, target: str) -> None:
         self._visible("link", target)
-        self._disk.link(source, target)
+        self._do("link", target, lambda: self._disk.link(source, target))
+        self._run.state.link(source, target)
 
     def unlink(self, path: str) -> None:
         self._visible("unlink", path)
-        self._disk.unlink(path)
+        self._do("unlink", path, lambda: self._disk.unlink(path))
+        self._run.state.remove(path)
 
     def lock(self, path: str, *, create: bool = False) -> int:
         self._visible("lock", path)
-        handle = self._disk.lock(path, create=create)
+        fresh = create and not self._disk.exists(path)
+        handle = self._do("lock", path, lambda: self._disk.lock(path, create=create), fresh)
         self._locks[handle] = path
+        if fresh:
+            self._run.state.make(self._number, path)
+        self._run.state.touch(handle, path)
+        self._run.state.held(path)
         return handle
 
     def open(self, path: str) -> int:
         self._visible("open", path)
-        return self._disk.open(path)
+        state = self._run.state
+        handle = self._do("open", path, lambda: self._disk.open(path), state.file(path))
+        state.touch(handle, path)
+        return handle
 
     def list(self, path: str) -> list[str]:
         self._visible("list", path)
-        return self._disk.list(path)
+        names = self._do("list", path, lambda: self._disk.list(path))
+        state = self._run.state
+        state.tell(
+            self._number, "listed", path, frozenset(state.name(f"{path}/{n}") for n in names)
+        )
+        return names
 
     def exists(self, path: str) -> bool:
         self._visible("exists", path)
-        return self._disk.exists(path)
+        there = self._do("exists", path, lambda: self._disk.exists(path))
+        self._run.state.tell(self._number, "exists", path, there)
+        return there
 
     # private to the actor, or of no effect while the power stays on -------------------------
 
     def write(self, handle: int, buffers: Sequence[Buffer], offset: int) -> int:
         self._check()
-        return self._disk.write(handle, buffers, offset)
+        size = self._disk.write(handle, buffers, offset)
+        self._run.state.wrote(handle, offset, size)
+        return size
 
     def sync(self, handle: int) -> None:
         self._check()
@@ -243,8 +378,10 @@ class ActorIO(FileIO):
                 self._visible("unlock", self._locks[handle])
         finally:  # closed, even when that reports an error
             if not self._run.actors[self._number].killed:
-                self._locks.pop(handle, None)
+                path = self._locks.pop(handle, None)
                 self._disk.close(handle)
+                if path is not None:
+                    self._run.state.held(path)
 
     def sync_directory(self, path: str) -> None:
         self._check()
@@ -252,7 +389,7 @@ class ActorIO(FileIO):
 
     def mkdir(self, path: str) -> None:
         self._check()
-        self._disk.mkdir(path)
+        self._do("mkdir", path, lambda: self._disk.mkdir(path))
 
     def chmod(self, path: str, mode: int) -> None:
         self._check()
@@ -291,30 +428,82 @@ def shared_paths(runs: Sequence[Run]) -> frozenset[str]:
 Choose = Callable[[Run, tuple[int, ...], int | None], int]
 
 
+class Future:
+    """The visible operations of a run, and where they go on if it was given up."""
+
+    def __init__(self, trace: list[Op]) -> None:
+        self.trace = trace
+        self.tail: tuple[Future, int] | None = None
+
+    def contested(self) -> list[bool]:
+        """Of each operation whether another actor does one later that does not commute with it."""
+        reads: dict[str, set[int]] = {}
+        writes: dict[str, set[int]] = {}
+        tail = self.tail
+        while tail is not None:
+            future, start = tail
+            for op in future.trace[start:]:
+                _note(op, reads, writes)
+            tail = future.tail
+        found: list[bool] = []
+        for op in reversed(self.trace):
+            number, paths, changes = op
+            others = {number}
+            for path in paths:
+                others = others.union(writes.get(path, ()), reads.get(path, ()) if changes else ())
+            found.append(len(others) > 1)
+            _note(op, reads, writes)
+        return found[::-1]
+
+
+def _note(op: Op, reads: dict[str, set[int]], writes: dict[str, set[int]]) -> None:
+    number, paths, changes = op
+    for path in paths:
+        (writes if changes else reads).setdefault(path, set()).add(number)
+
+
 def explore(start: Callable[[Choose], Run], preemptions: int) -> Iterator[Run]:
     """Every schedule with at most so many preemptions; `start(choose)` makes and runs one.
 
-    Which actor goes on when one has ended or waits is free: all choices are tried.
+    Which actor goes on when one has ended or waits is free: all choices are tried. Two things that
+    would show nothing new are left out. A run that comes to a state from which as many preemptions
+    have been tried before is given up (`cut`). And an actor is not preempted before an operation
+    that commutes with all that the others do later: being preempted after it is the same.
     """
     stack: list[list[int]] = [[]]
+    seen: dict[tuple[object, ...], tuple[int, Future, int]] = {}
     while stack:
         prefix = stack.pop()
+        spent = 0
+        future = Future([])
 
         def choose(
-            run: Run, enabled: tuple[int, ...], running: int | None, prefix: list[int] = prefix
-        ) -> int:
+            run: Run, enabled: tuple[int, ...], running: int | None, prefix: list[int] = prefix,
+            future: Future = future,
+        ) -> int:  # fmt: skip
+            nonlocal spent
             at = len(run.decisions)
+            future.trace = run.trace
             if at < len(prefix):
                 assert prefix[at] in enabled, "the actors do not behave the same way twice"
+                spent += running in enabled and prefix[at] != running
                 return prefix[at]
+            key = run.key(running if running in enabled else None)
+            left, before, place = seen.get(key, (-1, future, 0))
+            if left >= preemptions - spent:
+                future.tail = before, place
+                raise Seen
+            seen[key] = preemptions - spent, future, len(run.trace)
             return running if running in enabled else enabled[0]
 
         run = start(choose)
         yield run
+        contested = future.contested()
         spent = 0
         for at, decision in enumerate(run.decisions):
             if at >= len(prefix):
-                for other in decision.enabled:
+                free = decision.running not in decision.enabled
+                for other in decision.enabled if free or contested[decision.at] else ():
                     cost = spent + decision.preempts(other)
                     if other != decision.chosen and cost <= preemptions:
                         stack.append([*(d.chosen for d in run.decisions[:at]), other])

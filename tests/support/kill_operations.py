@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable
 
 from authors import Author, Session, check_everything, everything_in
+from deltackpt_store.compact import compact
 from deltackpt_store.errors import NotFoundError
 from deltackpt_store.fileio import TEMPORARY_PREFIX, FileIO
 from deltackpt_store.gc import collect
@@ -35,12 +36,18 @@ def prepare(path: str) -> set[bytes]:
     commits = [author.save(step, ["kept", f"{step}", f"{step // 2}"]) for step in range(6)]
     author.prepare(["never committed"])
     author.close()
+    coded = Author(store, "coded", codec="small")
+    for step in range(3):
+        coded.save(step, ["red"] if step == 0 else [f"red~{step}", f"{step}"])
+    coded.close()
+    retire(store, store.commits("coded")[:1])
     other = Author(store, "other")
     mine = other.save(1, ["kept", "mine"])
     other.close()
     store.pin("good", commits[1])
     retire(store, commits[:3])
-    return {commit.digest for commit in (commits[1], *commits[3:], mine)}
+    newest = store.commits("coded")
+    return {commit.digest for commit in (commits[1], *commits[3:], mine, *newest)}
 
 
 class Unsynced(FileIO):
@@ -103,10 +110,21 @@ def collection(path: str) -> Operation:
     return operation
 
 
+def compaction(path: str) -> Operation:
+    """Packs with little in them are rewritten, a coded run gets a base of its own."""
+
+    def operation(io: FileIO, tell: Tell) -> None:
+        compact(Store.open(path, io=io), min_live_share=0.9)
+
+    return operation
+
+
 OPERATIONS: dict[str, Callable[[str], Operation]] = {
     "create": create, "save": save, "session": session, "retention": retention,
-    "collection": collection,
+    "collection": collection, "compaction": compaction,
 }  # fmt: skip
+SPARSER = {"compaction": 12}
+"""Operations of so many calls that fewer of them are met."""
 LETS_GO = {"session": 2, "retention": 1}
 """Operations that may take older steps off the list of main, and how many they leave."""
 
@@ -168,7 +186,8 @@ def main() -> int:
     logging.disable(logging.CRITICAL)
     IoThread._start = lambda self: False  # type: ignore[method-assign] # forks without threads
     MUST.update(prepare(f"{directory}/original"))
-    kills = {name: campaign(directory, name, stride) for name in OPERATIONS}
+    strides = {name: stride * SPARSER.get(name, 1) for name in OPERATIONS}
+    kills = {name: campaign(directory, name, each) for name, each in strides.items()}
     print(json.dumps(kills))
     return 0
 
