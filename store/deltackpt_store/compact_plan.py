@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deltackpt_store.mark import Bools, Catalogue, Ints, Marking
+from deltackpt_store.pack import ENTRY_BYTES, RECORD_BYTES
 from deltackpt_store.step_groups import Shape, StepGroups
 
 SMALL_BYTES = 4 * 1024 * 1024
@@ -286,14 +287,15 @@ def _repack(
     allowed = np.ones(packs, np.bool_)
     if only is not None:
         allowed = np.bincount(catalogue.pack_of(survey.rows(only)), minlength=packs) > 0
-    stored = np.append(catalogue.stored, 0).astype(np.int64)
-    total = np.add.reduceat(stored, catalogue.first[:-1]) if packs else stored[:0]
+    # Not the payload alone: there are records without any, of chunks that follow from others.
+    size = catalogue.stored.astype(np.int64) + RECORD_BYTES + ENTRY_BYTES
+    total = np.bincount(catalogue.pack_of(np.arange(len(size))), size, packs)
     small = np.array(catalogue.sizes, np.int64) <= SMALL_BYTES
     marking = survey.marking
     victims = np.zeros(packs, np.bool_)
     while True:  # what one pack need not hold any more, another one may have to
         rows = _staying(marking, survey.listed, replaced)
-        live = np.bincount(catalogue.pack_of(rows), catalogue.stored[rows], packs)
+        live = np.bincount(catalogue.pack_of(rows), size[rows], packs)
         thin = (live > 0) & (live < min_live_share * total) & allowed
         tiny = (live > 0) & ~thin & ~victims & small & allowed
         if np.count_nonzero(tiny) >= MANY:

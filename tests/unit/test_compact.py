@@ -274,7 +274,8 @@ def test_what_follows_from_other_chunks_of_its_step_goes_on_so(store: Store, new
     assert all(put.refs for put in puts)
     author.writer.flush()
     raw = b"".join(map(rounded, masters))
-    write_pack(store, [rounded_blob(raw, "bfloat16", [m.tobytes() for m in masters], 0)], "cd" * 8)
+    derived = rounded_blob(raw, "bfloat16", [m.tobytes() for m in masters], 0)
+    write_pack(store, [derived, Blob(codecs.RAW, chunk_of("waste"))], "cd" * 8)
     _commit_large(author, [*(put.id for put in puts), _id(raw)], CHUNK)
     author.close()
     report = compact(store)
@@ -283,6 +284,7 @@ def test_what_follows_from_other_chunks_of_its_step_goes_on_so(store: Store, new
     assert [place.codec for place in kinds[_id(raw)]] == [codecs.CAST]
     assert {place.codec for put in puts for place in kinds[put.id]} <= {codecs.RAW, codecs.PLANES}
     assert not any(_id(values.tobytes()) in kinds for values in old)
+    assert not places_of(store, "waste"), "a record without a payload is a small part of its pack"
     [base] = report.bases
     assert base.bytes_after < base.bytes_before + CHUNK
     assert verify(Store.open(store.path), level="chunks").ok
