@@ -52,7 +52,7 @@ class Primitive(NamedTuple):
 class Remembered(msgspec.Struct, frozen=True):
     """What `cache/location` holds."""
 
-    place: str
+    place: bytes
     missing: list[str]
 
 
@@ -62,7 +62,7 @@ def check_location(io: FileIO, root: str) -> None:
     StorageError (kind ``location``) when something vital is missing; what is lost otherwise is
     logged once. A place that cannot be written just now is passed over: who writes will notice.
     """
-    place = f"{filesystem_type(root)} {os.stat(root).st_dev} {root}"
+    place = os.fsencode(f"{filesystem_type(root)} {os.stat(root).st_dev} {root}")
     path = f"{root}/cache/location"
     if _remembered(io, path) == place:
         return
@@ -96,7 +96,7 @@ def refuse(root: str, missing: list[Primitive]) -> None:
         )
 
 
-def _remembered(io: FileIO, path: str) -> str | None:
+def _remembered(io: FileIO, path: str) -> bytes | None:
     with contextlib.suppress(OSError, ValueError, RecursionError, msgspec.MsgspecError):
         data = read_file(io, path, 64 * 1024)
         body = data[:-32]

@@ -126,6 +126,13 @@ def test_a_place_is_tried_once_and_another_place_again(
     assert len(calls) == 3
 
 
+def test_any_path_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = counted_probes(monkeypatch)
+    for _ in range(2):
+        Store.create(os.fsencode(tmp_path) + b"/raw\xff\xfe")  # type: ignore[arg-type]
+    assert len(calls) == 1
+
+
 def test_no_store_is_made_where_none_can_be(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
