@@ -6,6 +6,7 @@ complete, live memory read after it was unlocked, and saves that rely on one tha
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import sys
 import time
@@ -13,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from deltackpt_store.errors import CorruptionError, StateError, StorageError
@@ -22,6 +24,7 @@ from staging_ring import SEED, MemoryRing, Tensors
 from deltackpt.cuda.fallback import CopyStager
 from deltackpt.cuda.stager import DeviceStager
 from deltackpt.stage import HostStager, Job, Staging
+from deltackpt.witness import Witness
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "ptx"))
 
@@ -132,6 +135,34 @@ def test_changes_are_found_by_content(kind: type[Any], how: str) -> None:
     assert staging.changed_chunks == 1
     assert bench.ring.chunks == {(0, 0): bench.expected()[0, 0]}
     assert bench.ring.torn == []
+
+
+@both
+def test_what_ought_to_be_still_and_is_not_fails_the_save(kind: type[Any]) -> None:
+    """Prevents a later value of a frozen tensor that nothing but its bytes gives away. case 76"""
+    bench = Bench(kind=kind)
+    sources = bench.described.sources
+    sources.update(
+        {e: msgspec.structs.replace(s, still=True) for e, s in sources.items() if e % 2 == 0}
+    )
+
+    def save(table: Any) -> Staging:
+        job = dataclasses.replace(bench.job(table), witness=Witness({}, {}))
+        return bench.stager.finish(job, bench.ring, bench.stager.start(job, bench.device.mark()))
+
+    with pytest.raises(StateError) as unknown:
+        save(None)
+    assert unknown.value.kind == "relative-failed"
+    table = bench.save().table
+    names = list(bench.state)
+    bench.state[names[1]].data.view(-1)[0] += 1  # one that may change
+    assert save(table).changed_chunks == 1
+    bench.state[names[0]].data.view(-1)[0] += 1
+    bench.state[names[2]].data.view(-1)[0] += 1
+    with pytest.raises(CorruptionError) as torn:
+        save(table)
+    assert torn.value.kind == "torn"
+    assert torn.value.context["tensors"] == (names[0], names[2])
 
 
 @both
