@@ -5,7 +5,9 @@ Three kinds of work, each a set of chunks:
 ``own``     chunks of a run's new base that every record codes against something else: they get a
             record without references. A chunk coded against another one of the same step stays.
 ``recode``  chunks of other listed steps whose record needs an old base, a chunk that no listed
-            step names: they are coded against the chunk of the new base at their place.
+            step names: they are coded against the chunk of the new base at their place. Those
+            that follow from several chunks only where their share of what goes is larger than a
+            chunk: predicted ones are small, and would not be when coded anew.
 ``copy``    records that packs to be got rid of hold alone: packs of which less than a bound is
             needed, and many small ones. They move as they are.
 
@@ -80,6 +82,8 @@ class Survey:
         self.listed = self.of_steps(steps)
         self._kept: Ints = np.flatnonzero(marking.kept)
         self._kept_groups = marking.groups_of(self._kept)
+        self.row_of: Ints = np.zeros(catalogue.groups, np.int64)
+        self.row_of[self._kept_groups] = self._kept
         self._of_coded = marking.groups_of(catalogue.coded.rows)
         records = np.diff(catalogue.start.astype(np.int64))
         coded = np.bincount(self._of_coded, minlength=catalogue.groups)
@@ -208,6 +212,23 @@ def _own(survey: Survey, bases: Mapping[str, StepGroups]) -> tuple[Ints, Bools]:
     return (np.concatenate(parts) if parts else _NONE), wanted
 
 
+def _old_chunks(survey: Survey, rows: Ints) -> tuple[Ints, Ints]:
+    """All chunks that no listed step names and that these records need, however indirectly.
+
+    As pairs (position in `rows`, group), each once.
+    """
+    groups = survey.catalogue.groups
+    seen = _NONE
+    origin, needs = survey.marking.needs_of(rows)
+    while len(needs):
+        old = ~survey.listed[needs]
+        fresh = np.setdiff1d(origin[old] * groups + needs[old], seen)
+        seen = np.concatenate([seen, fresh])
+        where, needs = survey.marking.needs_of(survey.row_of[fresh % max(1, groups)])
+        origin = (fresh // max(1, groups))[where]
+    return seen // max(1, groups), seen % max(1, groups)
+
+
 class _Places:
     """Where listed chunks belong: the chunk of the new base at their place, dtype, and age."""
 
@@ -245,14 +266,23 @@ def _recode(survey: Survey, place: _Places, replaced: Bools) -> Recode:
     marking, catalogue = survey.marking, survey.catalogue
     bound = survey.listed & ~survey.free() & ~replaced
     rows = survey.rows(bound)
-    where, needs = marking.needs_of(rows)
     group = marking.groups_of(rows)
+    where, needs = marking.needs_of(rows)
+    direct = np.bincount(where, minlength=len(rows))
     old = ~survey.listed[needs]
     where, needs = where[old], needs[old]
+    origin, deep = _old_chunks(survey, rows)
+    size = catalogue.stored[survey.row_of[deep]] / np.bincount(deep, minlength=1)[deep]
+    freed = np.bincount(origin, size, len(rows))
+    largest = np.zeros(len(rows))
+    np.maximum.at(largest, where, catalogue.stored[survey.row_of[needs]])
+    # What follows from several chunks is small, and takes about a chunk when coded anew: only
+    # where letting go of its share of old chunks gives more than that.
+    movable = (place.base[group] >= 0) & ((direct == 1) | (freed > largest))
     # An old chunk that something else goes on to need stays: coding the others anew frees nothing.
     stuck = np.zeros(catalogue.groups, np.bool_)
-    stuck[needs[place.base[group[where]] < 0]] = True
-    useful = ~stuck[needs] & (place.base[group[where]] >= 0)
+    stuck[deep[~movable[origin]]] = True
+    useful = ~stuck[needs] & movable[where]
     where, needs = where[useful], needs[useful]
     where, first = np.unique(where, return_index=True)
     needs, rows, group = needs[first], rows[where], group[where]

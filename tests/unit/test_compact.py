@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from adam_trainer import rounded
+from adam_trainer import AdamState, rounded
 from authors import (
     CHUNK,
     Author,
@@ -289,6 +289,33 @@ def test_what_follows_from_other_chunks_of_its_step_goes_on_so(store: Store, new
     assert base.bytes_after < base.bytes_before + CHUNK
     assert verify(Store.open(store.path), level="chunks").ok
     assert compact(store).nothing
+
+
+def test_predicted_steps_stay_predicted_where_that_is_smaller(tmp_path: Path) -> None:
+    """Guard: a chunk that follows from several others is small; coded anew it would not be."""
+    path = tmp_path / "store"
+    state = AdamState(2 * TOY_CHUNK // 4)
+    client = WriterClient(
+        path, "main", seed=SEED, ring_bytes=64 * TOY_CHUNK, slot_bytes=4 * TOY_CHUNK, mode="thread",
+        options=WriterOptions(codec="auto", shadow=True, keep=Keep(last=4)),
+    )  # fmt: skip
+    trainer = ToyTrainer(client, state.layout())
+    saved: dict[int, list[bytes]] = {}
+    for _ in range(8):
+        arrays = state.advance()
+        saved[state.step] = arrays
+        trainer.save_now(state.step, arrays, adam=state.hints())
+    client.close(60)
+    collect(Store.open(path))
+    report = compact(Store.open(path))
+    assert report.chunks_own
+    store, kinds = Store.open(path), records(Store.open(path))
+    for commit in store.commits("main"):
+        assert read_arrays(store, commit) == saved[commit.step]
+    weights = store.snapshot(store.find("main", 7)).chunks[1]
+    assert {place.codec for row in weights for place in kinds[row.tobytes()]} == {codecs.ADAM}
+    assert verify(Store.open(path)).ok
+    assert compact(Store.open(path)).nothing
 
 
 def test_one_run_alone(store: Store, new: New) -> None:
