@@ -272,16 +272,21 @@ def _recode(survey: Survey, place: _Places, replaced: Bools) -> Recode:
     old = ~survey.listed[needs]
     where, needs = where[old], needs[old]
     origin, deep = _old_chunks(survey, rows)
-    size = catalogue.stored[survey.row_of[deep]] / np.bincount(deep, minlength=1)[deep]
-    freed = np.bincount(origin, size, len(rows))
+    share = catalogue.stored[survey.row_of[deep]] / np.bincount(deep, minlength=1)[deep]
     largest = np.zeros(len(rows))
     np.maximum.at(largest, where, catalogue.stored[survey.row_of[needs]])
-    # What follows from several chunks is small, and takes about a chunk when coded anew: only
-    # where letting go of its share of old chunks gives more than that.
-    movable = (place.base[group] >= 0) & ((direct == 1) | (freed > largest))
     # An old chunk that something else goes on to need stays: coding the others anew frees nothing.
     stuck = np.zeros(catalogue.groups, np.bool_)
-    stuck[deep[~movable[origin]]] = True
+    while True:
+        # What follows from several chunks is small, and takes about a chunk when coded anew: only
+        # where letting go of its share of old chunks gives more than that.
+        freed = np.bincount(origin, np.where(stuck[deep], 0, share), len(rows))
+        movable = (place.base[group] >= 0) & ((direct == 1) | (freed > largest))
+        more = stuck.copy()
+        more[deep[~movable[origin]]] = True
+        if np.array_equal(more, stuck):
+            break
+        stuck = more
     useful = ~stuck[needs] & movable[where]
     where, needs = where[useful], needs[useful]
     where, first = np.unique(where, return_index=True)
