@@ -113,6 +113,8 @@ def test_what_training_continues_is_held_until_it_has_a_step_of_its_own(
     assert len(holds(path)) == 1
     training.step()
     ckpt.save(7).result(120)
+    assert ckpt._pipeline._held is None  # the writer lets go of its own hold a moment later
+    ckpt.close()
     assert not holds(path)
     assert retire(path) == [7]
 
