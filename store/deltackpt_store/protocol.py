@@ -50,7 +50,8 @@ class WriterOptions(msgspec.Struct, frozen=True, kw_only=True):
     `lock_timeout` (seconds) bounds the wait for an earlier writer of the same run that is still
     finishing; `nice` is added to the writer process's niceness; `shadow` keeps the chunks that
     later ones are coded against in memory, up to the size of the state, instead of reading them
-    from the store; `create` makes the store when the path does not exist; `expect` is the uuid
+    from the store, and as much again to predict Adam states (`Begin.adam`) from step to step;
+    `create` makes the store when the path does not exist; `expect` is the uuid
     (hex) of the store that must lie there, "" for any; `versions` (of packages)
     are recorded in every commit; `keep` is applied to the run after each commit.
     """
