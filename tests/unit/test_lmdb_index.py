@@ -549,6 +549,7 @@ class caplog_at_warning(logging.Handler):  # noqa: N801
 
 
 def make_store(root: Path) -> SimpleNamespace:
+    (root / "packs").mkdir(parents=True)
     for seq in (1, 2):
         path = pk.pack_path(str(root), pk.pack_name("ab" * 8, seq))
         out = PackWriter(IO, path, UUID, "ab" * 8, seq)
