@@ -198,13 +198,15 @@ class Held(NamedTuple):
 def hold(io: FileIO, root: str, commit: Commit) -> Hold | None:
     """Hold `commit`: from here on neither retention nor collection takes it.
 
-    None where that cannot be said (a read-only store, no locks, a full disk): readers go without,
-    and are safe as long as nobody retires what they read. NotFoundError when the commit was
-    retired before.
+    None where that cannot be said (a read-only store, no locks, a full disk, a copy of a store that
+    nobody has written to since and that lacks its folders): readers go without, and are safe as
+    long as nobody retires what they read. NotFoundError when the commit was retired before.
     """
     name = f"{secrets.token_hex(8)}-{number_name(commit.number)}-{commit.run}"
     path = f"{root}/{HOLDS}/{name}"
     try:
+        if not io.exists(f"{root}/gc"):
+            return None
         _make(io, root, HOLDS)
         handle = _lock_own(io, path)
     except OSError as error:
