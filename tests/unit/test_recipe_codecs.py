@@ -21,7 +21,7 @@ from deltackpt_store.coding import adam, cast
 from deltackpt_store.coding.adam import Betas, Step
 from deltackpt_store.coding.arithmetic import exact
 from deltackpt_store.compact import compact
-from deltackpt_store.errors import CorruptionError
+from deltackpt_store.errors import CorruptionError, UnsupportedFormatError
 from deltackpt_store.gc import collect
 from deltackpt_store.pack import Location
 from deltackpt_store.protocol import WriterOptions
@@ -357,6 +357,33 @@ def test_a_lost_link_names_every_chunk_that_needs_it(start: Start, tmp_path: Pat
     assert {4, 5, 6} <= {
         hit.step for finding in verify(store_of(tmp_path)).findings for hit in finding.hits
     }
+
+
+def test_damaged_packs_never_give_other_bytes(start: Start, tmp_path: Path) -> None:
+    """Whatever byte of whatever pack is wrong: the bytes that were saved, or an error."""
+    state = AdamState(CHUNK // 4)
+    trainer = start(state, shadow=True)
+    saved = save_steps(trainer, state, 5)
+    trainer.client.close(60)
+    assert {codecs.ADAM, codecs.CAST} <= {p.codec for p in locations(store_of(tmp_path)).values()}
+    packs = sorted((tmp_path / "store/packs").rglob("*.pack"))
+    noise, refused = random.Random(1), 0
+    for trial in range(60):
+        path = packs[trial % len(packs)]
+        whole = path.read_bytes()
+        bad = bytearray(whole)
+        bad[noise.randrange(len(bad))] ^= 1 << noise.randrange(8)
+        path.chmod(0o644)
+        path.write_bytes(bad)
+        store = store_of(tmp_path)
+        for step, (arrays, _) in saved.items():
+            try:
+                assert read_arrays(store, store.find("main", step)) == arrays
+            except (CorruptionError, UnsupportedFormatError):
+                refused += 1
+        path.write_bytes(whole)
+    assert refused > 20
+    check(store_of(tmp_path), saved)
 
 
 def test_every_pack_that_is_needed_is_in_the_closure(start: Start, tmp_path: Path) -> None:
