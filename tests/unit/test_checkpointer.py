@@ -666,10 +666,14 @@ def test_storage_that_hangs_fails_the_save_in_time_and_names_it(path: Path, open
     os.kill(client.writer_pid, signal.SIGSTOP)
     training.step()
     ckpt.save(1)
-    with pytest.raises(StorageError, match=r"step 1 was not durable within 0\.5 s") as caught:
+
+    def go_on() -> None:
         training.step()
         ckpt.save(2)
         ckpt.wait()
+
+    with pytest.raises(StorageError, match=r"step 1 was not durable within 0\.5 s") as caught:
+        go_on()
     assert caught.value.kind == "timeout"
     ckpt._pipeline.wait_idle(60)
     ckpt._pipeline.take_error()
