@@ -33,6 +33,13 @@ NOISE = random.Random(7)
 IO = FileIO()
 
 
+@pytest.fixture(autouse=True)
+def packs(tmp_path: Path) -> None:
+    """What a store has from its creation on: a writer does not make a vanished one anew."""
+    for root in (tmp_path, tmp_path / "other"):
+        (root / "packs").mkdir(parents=True)
+
+
 def chunk_id(raw: bytes) -> bytes:
     return blake3(raw).digest()
 
