@@ -74,6 +74,7 @@ def test_footer_and_scan_tell_the_same(
     records: list[tuple[int, bytes, list[bytes], bytes | int]],
 ) -> None:
     with tempfile.TemporaryDirectory() as root:
+        os.mkdir(os.path.join(root, "packs"))
         path = pk.pack_path(root, pk.pack_name("ab" * 8, 1))
         writer = PackWriter(IO, path, bytes(16), "ab" * 8, 1)
         written: dict[bytes, tuple[int, tuple[bytes, ...], bytes]] = {}
@@ -111,6 +112,7 @@ def test_footer_and_scan_tell_the_same(
 def test_no_damage_makes_a_footer_lie(data: st.DataObject) -> None:
     """Whatever is on disk: an error of ours, or a table that is exactly right."""
     with tempfile.TemporaryDirectory() as root:
+        os.mkdir(os.path.join(root, "packs"))
         path = pk.pack_path(root, pk.pack_name("ab" * 8, 1))
         writer = PackWriter(IO, path, bytes(16), "ab" * 8, 1)
         for n in range(4):
