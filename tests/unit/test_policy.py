@@ -114,7 +114,7 @@ def test_good_retention() -> None:
     + [("shadow", 1), ("overlap", "yes"), ("rng", 1), ("final", None)]
     + [("threads", 0), ("threads", 2.0)]
     + [("durable_timeout", 0), ("durable_timeout", -1), ("durable_timeout", float("nan"))]
-    + [("lock_timeout", -1), ("lock_timeout", None), ("keep", 5), ("keep", {"last": 5})],
+    + [("lock_timeout", -1), ("lock_timeout", "long"), ("keep", 5), ("keep", {"last": 5})],
 )
 def test_bad_options_are_refused_by_name(option: str, value: Any) -> None:
     """Prevents: a wrong size that is first noticed at the first save, hours later."""
