@@ -154,6 +154,7 @@ def test_many_dropped_packs_give_their_memory_back(monkeypatch: pytest.MonkeyPat
 
 def write_pack(root: Path, seq: int, chunks: list[bytes], writer: str = "ab" * 8) -> str:
     path = pk.pack_path(str(root), pk.pack_name(writer, seq))
+    (root / "packs").mkdir(exist_ok=True)
     out = PackWriter(IO, path, UUID, writer, seq)
     for raw in chunks:
         out.append(blake3(raw).digest(), len(raw), Encoded(RAW, b"", (), [raw]))
