@@ -19,23 +19,19 @@ the next one uses them, or a collection deletes them.
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Generator
 
-from deltackpt_store import leases
 from deltackpt_store.compact_report import CompactReport as CompactReport
 from deltackpt_store.compact_report import NewBase as NewBase
 from deltackpt_store.compact_run import Compaction, Settings
 from deltackpt_store.compact_write import WORTH, Progress
-from deltackpt_store.errors import ConflictError, DeltackptError, InvalidInputError, StorageError
-from deltackpt_store.fileio import FileIO
+from deltackpt_store.errors import DeltackptError, InvalidInputError
 from deltackpt_store.oserror import storage_error
 from deltackpt_store.settling import ACK_SECONDS, Wait
 from deltackpt_store.store import Store
+from deltackpt_store.store_locks import compaction_lock
 from deltackpt_store.throttle import ThrottledIO, TokenBucket
 
-LOCK = "gc/compact.lock"
 MIN_LIVE_SHARE = 0.5
 
 
@@ -85,7 +81,7 @@ def compact(
         if dry_run:
             report = work.plan_only()
         else:
-            with _lock(io, store.path):
+            with compaction_lock(io, store.path):
                 report = work.run(timeout, wait)
     except OSError as error:
         if isinstance(error, DeltackptError):
@@ -113,30 +109,3 @@ def _check_options(
             f"there is no codec {codec!r} for compaction",
             option="codec", hint=f"use one of {', '.join(WORTH)}",
         )  # fmt: skip
-
-
-@contextlib.contextmanager
-def _lock(io: FileIO, root: str) -> Generator[None]:
-    path = f"{root}/{LOCK}"
-    try:
-        handle = leases.with_reserve(io, root, lambda: io.lock(path, create=True))
-    except BlockingIOError as error:
-        raise ConflictError(
-            f"another compaction runs in {root}",
-            kind="compaction-running",
-            hint="wait until it has ended",
-        ) from error
-    except OSError as error:
-        if error.errno in leases.NO_LOCKS:
-            raise StorageError(
-                f"compaction needs file locks, and there are none at {root}",
-                kind="no-locks",
-                hint="compact on a machine that mounts this file system with locks",
-                errno=error.errno,
-            ) from error
-        raise storage_error(error, "lock the store for compaction", path) from error
-    try:
-        yield
-    finally:
-        with contextlib.suppress(OSError):
-            io.close(handle)

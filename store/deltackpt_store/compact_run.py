@@ -25,9 +25,10 @@ from deltackpt_store.leases import Hold, hold
 from deltackpt_store.manifest import Commit
 from deltackpt_store.mark import Bools, Marking, mark
 from deltackpt_store.roots import Roots, read_roots
-from deltackpt_store.settling import Wait, collection_lock, patience, settle
+from deltackpt_store.settling import Wait, patience, settle
 from deltackpt_store.step_groups import StepGroups, step_groups
 from deltackpt_store.store import Store
+from deltackpt_store.store_locks import collection_lock
 from deltackpt_store.store_writer import StoreWriter
 
 _log = logging.getLogger("deltackpt.store.compact")

@@ -22,7 +22,6 @@ sees g+1, or the second marking sees its commit.
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
@@ -43,19 +42,20 @@ from deltackpt_store.generation import (
 )
 from deltackpt_store.mark import Marking, mark
 from deltackpt_store.names import RETIRED_SUFFIX, number_name, pack_path
-from deltackpt_store.oserror import storage_error
+from deltackpt_store.oserror import FULL, storage_error
 from deltackpt_store.proof import unreadable_after
+from deltackpt_store.reserve import make_reserve
 from deltackpt_store.roots import Roots, read_roots
 from deltackpt_store.settling import (
     ACK_SECONDS,
     Wait,
     check_newest,
-    collection_lock,
     overtaken,
     patience,
     settle,
 )
 from deltackpt_store.store import Store
+from deltackpt_store.store_locks import collection_lock
 
 _log = logging.getLogger("deltackpt.store.gc")
 
@@ -125,7 +125,7 @@ def collect(
             if isinstance(error, DeltackptError):
                 raise
             raise storage_error(error, "collect garbage in", store.path) from error
-        leases.make_reserve(store.io, store.path)
+        make_reserve(store.io, store.path)
         return report
 
 
@@ -219,7 +219,7 @@ class _Collection:
         except FileExistsError:
             raise overtaken() from None
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            if error.errno not in FULL:
                 raise
         # No room to write down everything: begin with the largest packs.
         size = dict(zip(marking.catalogue.names, marking.catalogue.sizes, strict=True))

@@ -14,10 +14,10 @@ import msgspec
 
 from deltackpt_store.errors import CorruptionError, UnsupportedFormatError
 from deltackpt_store.fileio import FileIO, publish_bytes, read_file
-from deltackpt_store.leases import with_reserve
 from deltackpt_store.manifest_io import digest_of
 from deltackpt_store.names import is_name, is_pack_name, number_name, parse_number
 from deltackpt_store.oserror import storage_error
+from deltackpt_store.reserve import with_reserve
 
 _MAGIC = b"DCKPTGN"
 _VERSION = 1

@@ -23,8 +23,7 @@ import secrets
 import socket
 import time
 import weakref
-from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import msgspec
 
@@ -33,26 +32,19 @@ from deltackpt_store.fileio import FileIO, publish_bytes, read_file
 from deltackpt_store.manifest import Commit
 from deltackpt_store.manifest_io import digest_of
 from deltackpt_store.names import RETIRED_SUFFIX, is_name, number_name, parse_number
-from deltackpt_store.oserror import storage_error
+from deltackpt_store.oserror import FULL, NO_LOCKS, storage_error
+from deltackpt_store.reserve import with_reserve
 
 _log = logging.getLogger("deltackpt.store.gc")
 
 LEASES = "gc/leases"
 ACKS = "gc/acks"
 HOLDS = "gc/holds"
-RESERVE = "gc/reserve"
-RESERVE_BYTES = 512 * 1024
-"""XFS makes no file, not even an empty one, unless about 60 blocks are free."""
 
-_T = TypeVar("_T")
 _ACK_MAGIC = b"DCKPTAK\x01"
 _PROBES = 1000
 _MAX_ACK_BYTES = 256 * 1024 * 1024
-_FULL = frozenset((errno.ENOSPC, errno.EDQUOT))
-NO_LOCKS = frozenset(
-    (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
-)  # fmt: skip
-_NO_WRITING = frozenset((errno.EROFS, errno.EACCES, errno.EPERM, *_FULL, *NO_LOCKS))
+_NO_WRITING = frozenset((errno.EROFS, errno.EACCES, errno.EPERM, *FULL, *NO_LOCKS))
 
 
 class Claims(msgspec.Struct, frozen=True):
@@ -322,66 +314,6 @@ def holder(io: FileIO, root: str, writer: str) -> str:
         pid, host = str(found["pid"])[:20], str(found["host"])[:100]  # pyright: ignore[reportUnknownArgumentType] - any JSON
         return f"process {pid} on {host!r}"
     return f"writer {writer[:16]}"
-
-
-# space ------------------------------------------------------------------------------------------
-
-
-def make_reserve(io: FileIO, root: str) -> None:
-    """Set space aside for records of a full disk, if there is ample space; best effort."""
-    with contextlib.suppress(OSError):
-        if _reserved(io, root) >= RESERVE_BYTES or io.free_bytes(root) < 8 * RESERVE_BYTES:
-            return
-        free_reserve(io, root)
-        _set_aside(io, root, RESERVE_BYTES)
-
-
-def free_reserve(io: FileIO, root: str) -> bool:
-    """Give the reserve up; False when there is none."""
-    try:
-        io.unlink(f"{root}/{RESERVE}")
-    except OSError:
-        return False
-    return True
-
-
-def with_reserve(io: FileIO, root: str, action: Callable[[], _T]) -> _T:
-    """Do `action`, once more without the reserve when the disk is full. OSError.
-
-    What it leaves of the reserve is set aside again, for the next such record.
-    """
-    try:
-        return action()
-    except OSError as error:
-        if error.errno not in _FULL or not free_reserve(io, root):
-            raise
-    try:
-        return action()
-    finally:
-        for eighths in range(8, 0, -1):
-            if _set_aside(io, root, RESERVE_BYTES * eighths // 8):
-                break
-
-
-def _set_aside(io: FileIO, root: str, size: int) -> bool:
-    # Random: a file system that compresses or leaves holes must set the space aside as well.
-    try:
-        publish_bytes(io, f"{root}/{RESERVE}", secrets.token_bytes(size))
-    except OSError:
-        return False
-    return True
-
-
-def _reserved(io: FileIO, root: str) -> int:
-    """Bytes that are set aside. OSError."""
-    try:
-        handle = io.open(f"{root}/{RESERVE}")
-    except FileNotFoundError:
-        return 0
-    try:
-        return io.size(handle)
-    finally:
-        io.close(handle)
 
 
 # shared -----------------------------------------------------------------------------------------

@@ -24,12 +24,13 @@ from deltackpt_store.errors import StorageError
 from deltackpt_store.fileio import FileIO, make_directories, read_file, replace_bytes
 from deltackpt_store.localfs import filesystem_type, may_map
 from deltackpt_store.manifest_io import digest_of
+from deltackpt_store.oserror import FULL
 
 _log = logging.getLogger("deltackpt.store")
 
 PROBE_PREFIX = "probe-"
 _MAGIC = b"DCKPTLC\x01"
-_CANNOT_TRY = frozenset((errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT))
+_CANNOT_TRY = frozenset((errno.EROFS, errno.EACCES, errno.EPERM, *FULL))
 _TRY_LOCK = (
     "import fcntl,os,sys\n"
     "fd=os.open(sys.argv[1],os.O_RDWR)\n"

@@ -9,12 +9,13 @@ from threading import Event
 
 from deltackpt_store.errors import DeltackptError, NotFoundError
 from deltackpt_store.fileio import FileIO, make_directory
-from deltackpt_store.leases import Lease, make_reserve
+from deltackpt_store.leases import Lease
 from deltackpt_store.lmdb_index import open_index
 from deltackpt_store.names import check_name
 from deltackpt_store.oserror import storage_error
 from deltackpt_store.presence import make_empty_folders, vanished
 from deltackpt_store.protocol import Hello, ToTrainer, WriterOptions
+from deltackpt_store.reserve import make_reserve
 from deltackpt_store.ring import Ring
 from deltackpt_store.runlock import RunLock
 from deltackpt_store.session import RunWriter

@@ -20,6 +20,14 @@ _HINTS = {
     errno.ENAMETOOLONG: "that path is longer than the file system allows",
 }
 
+FULL = frozenset((errno.ENOSPC, errno.EDQUOT))
+"""A full disk, or a used-up quota."""
+
+NO_LOCKS = frozenset(
+    (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+)  # fmt: skip
+"""What a file system without locks says."""
+
 DAMAGE = frozenset((errno.EIO, errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.EFBIG, errno.ENXIO))
 """What opening or reading a file that exists says when that one file is bad."""
 

@@ -65,11 +65,11 @@ from deltackpt_store.settling import (
     ACK_SECONDS,
     Wait,
     check_newest,
-    collection_lock,
     patience,
     settle,
 )
 from deltackpt_store.store import Store
+from deltackpt_store.store_locks import collection_lock
 from deltackpt_store.verify import Finding, verify
 
 _ROUNDS = 4

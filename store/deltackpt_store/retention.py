@@ -24,10 +24,11 @@ from deltackpt_store.errors import (
     UnsupportedFormatError,
 )
 from deltackpt_store.history import Commits
-from deltackpt_store.leases import held_commits, with_reserve
+from deltackpt_store.leases import held_commits
 from deltackpt_store.manifest import Commit
 from deltackpt_store.names import RETIRED_SUFFIX, number_name
 from deltackpt_store.oserror import storage_error
+from deltackpt_store.reserve import with_reserve
 from deltackpt_store.store import Store
 
 Best = tuple[str, Literal["min", "max"]]

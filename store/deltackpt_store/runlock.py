@@ -23,15 +23,13 @@ from typing import Any
 
 from deltackpt_store.errors import ConflictError
 from deltackpt_store.fileio import look_afresh, open_regular
+from deltackpt_store.oserror import NO_LOCKS
 
 _log = logging.getLogger("deltackpt.writer")
 
 LOCK_NAME = ".lock"
 _POLL_SECONDS = 0.05
 _BUSY = frozenset({errno.EAGAIN, errno.EWOULDBLOCK, errno.EACCES})
-_UNSUPPORTED = frozenset(
-    {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
-)
 
 
 class RunLock:
@@ -91,7 +89,7 @@ def _lock(fd: int, path: str) -> bool | None:
     except OSError as error:
         if error.errno in _BUSY:
             return False
-        if error.errno in _UNSUPPORTED:
+        if error.errno in NO_LOCKS:
             _log.warning(
                 "no file locks on %s (%s): a second writer of this run would be noticed only when"
                 " it commits",

@@ -1,4 +1,4 @@
-"""What collection and repair have in common: one of them at a time, and waiting for live writers.
+"""What collection and repair have in common: waiting for live writers.
 
 Both take packs away that writers may be building upon. Whoever does that holds the lock, publishes
 a generation that condemns them, and waits here until every live writer has acknowledged it.
@@ -6,55 +6,19 @@ a generation that condemns them, and waits here until every live writer has ackn
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 
 from deltackpt_store import leases
-from deltackpt_store.errors import ConflictError, StorageError
-from deltackpt_store.fileio import FileIO, make_directory
+from deltackpt_store.errors import ConflictError
+from deltackpt_store.fileio import FileIO
 from deltackpt_store.generation import newest_number
-from deltackpt_store.oserror import storage_error
 
-LOCK = "gc/lock"
 ACK_SECONDS = 60.0
 _POLL_SECONDS = 0.05
 
 Wait = Callable[[list[str]], bool]
 """Called with the writers that have not acknowledged yet; False: give up waiting."""
-
-
-@contextlib.contextmanager
-def collection_lock(io: FileIO, root: str) -> Generator[None]:
-    """Hold the lock of garbage collection.
-
-    ConflictError (kind ``gc-running``) when somebody else does, StorageError (``no-locks``) where
-    there are none.
-    """
-    path = f"{root}/{LOCK}"
-    try:
-        make_directory(io, f"{root}/gc")
-        handle = leases.with_reserve(io, root, lambda: io.lock(path, create=True))
-    except BlockingIOError as error:
-        raise ConflictError(
-            f"another garbage collection or repair runs in {root}",
-            kind="gc-running",
-            hint="wait until it has ended",
-        ) from error
-    except OSError as error:
-        if error.errno in leases.NO_LOCKS:
-            raise StorageError(
-                f"garbage collection needs file locks, and there are none at {root}",
-                kind="no-locks",
-                hint="collect on a machine that mounts this file system with locks",
-                errno=error.errno,
-            ) from error
-        raise storage_error(error, "lock the store for garbage collection", path) from error
-    try:
-        yield
-    finally:
-        with contextlib.suppress(OSError):
-            io.close(handle)
 
 
 def settle(io: FileIO, root: str, generation: int, wait: Wait) -> tuple[leases.Claims, int]:

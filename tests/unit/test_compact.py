@@ -44,8 +44,8 @@ from deltackpt_store.names import pack_path
 from deltackpt_store.pack import Location
 from deltackpt_store.protocol import WriterOptions
 from deltackpt_store.retention import Keep, apply, retire
-from deltackpt_store.settling import collection_lock
 from deltackpt_store.store import Store
+from deltackpt_store.store_locks import collection_lock
 from deltackpt_store.throttle import TokenBucket
 from deltackpt_store.verify import verify
 from dense_trainer import DenseState

@@ -25,7 +25,7 @@ from authors import (
     collected,
     words_in,
 )
-from deltackpt_store import leases
+from deltackpt_store import leases, reserve
 from deltackpt_store.codecs import Encoded
 from deltackpt_store.errors import (
     ConflictError,
@@ -1064,7 +1064,7 @@ def test_a_full_disk_can_be_emptied(store: Store, new: Callable[..., Author], wr
     author = new()
     commits = [author.save(step, [f"{step}.{i}" for i in range(20)]) for step in range(5)]
     author.close()
-    leases.make_reserve(IO, store.path)
+    reserve.make_reserve(IO, store.path)
     full = FullDisk()
     on_full = Store.open(store.path, io=full)
     session = Session(store, "main", full) if writer else None
@@ -1078,28 +1078,28 @@ def test_a_full_disk_can_be_emptied(store: Store, new: Callable[..., Author], wr
         session.close()
     full.free = 1 << 30
     collect(on_full)
-    assert os.path.getsize(f"{store.path}/gc/reserve") == leases.RESERVE_BYTES
+    assert os.path.getsize(f"{store.path}/gc/reserve") == reserve.RESERVE_BYTES
 
 
 # case 81
 def test_what_a_record_leaves_of_the_reserve_is_there_for_the_next(store: Store) -> None:
     """A writer's acknowledgement must not take what the next collection needs."""
-    leases.make_reserve(IO, store.path)
+    reserve.make_reserve(IO, store.path)
     full = FullDisk()
     for name in "abc":
-        leases.with_reserve(
+        reserve.with_reserve(
             full, store.path, lambda n=name: publish_bytes(full, f"{store.path}/gc/{n}", b"x")
         )
-    assert os.path.getsize(f"{store.path}/gc/reserve") > leases.RESERVE_BYTES // 2
+    assert os.path.getsize(f"{store.path}/gc/reserve") > reserve.RESERVE_BYTES // 2
     full.free = 1 << 30
-    leases.make_reserve(full, store.path)
-    assert os.path.getsize(f"{store.path}/gc/reserve") == leases.RESERVE_BYTES
+    reserve.make_reserve(full, store.path)
+    assert os.path.getsize(f"{store.path}/gc/reserve") == reserve.RESERVE_BYTES
 
 
 # case 81
 def test_leases_and_acknowledgements_take_their_folders_from_the_reserve(store: Store) -> None:
     """The first collection on a full disk must not wait for a writer that cannot answer."""
-    leases.make_reserve(IO, store.path)
+    reserve.make_reserve(IO, store.path)
     full = FullDisk()
     lease = leases.Lease.take(full, store.path, "0123456789abcdef")
     assert lease is not None
@@ -1140,7 +1140,7 @@ def test_a_really_full_file_system_can_be_emptied(tmp_path: Path) -> None:
         pytest.skip("a tmpfs cannot be mounted here")
     try:
         store = Store.create(mount / "store")
-        leases.make_reserve(IO, store.path)
+        reserve.make_reserve(IO, store.path)
         author = Author(store, "main")
         commits = [author.save(step, [f"{step}.{i}" for i in range(100)]) for step in range(8)]
         author.close()

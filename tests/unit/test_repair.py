@@ -25,8 +25,8 @@ from deltackpt_store.names import number_name
 from deltackpt_store.pack import encode_header, pack_path
 from deltackpt_store.repair import RepairReport
 from deltackpt_store.retention import retire
-from deltackpt_store.settling import collection_lock
 from deltackpt_store.store import Store
+from deltackpt_store.store_locks import collection_lock
 from deltackpt_store.verify import verify
 from small_store import SmallStore, pattern
 
