@@ -55,7 +55,11 @@ class Confirmer:
         if known is not None:
             return known
         for _ in range(4):  # another location of the same chunk may be good
-            location = self._index.get(chunk_id)
+            try:
+                location = self._index.get(chunk_id)
+            except DeltackptError as error:
+                _log.warning("chunk %s cannot be looked up: %s", chunk_id.hex(), error)
+                return None
             if location is None or depth > MAX_DEPTH:
                 return None
             if location.pack in self._absent:

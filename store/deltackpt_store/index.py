@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterable, Sequence
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
@@ -31,8 +33,12 @@ from deltackpt_store.pack import (
 __all__ = ["ChunkIndex", "Location", "MemoryIndex", "list_packs", "refresh"]
 
 _log = logging.getLogger("deltackpt.store.index")
-_SMALL = 65536
+_SMALL = 32768
 _GROUP = 500_000
+_KEPT_BYTES = 16 * 1024 * 1024
+
+Load = Callable[[str], PackEntries | None]
+"""Reads the table of a published pack again; None when it is gone or damaged."""
 
 
 class ChunkIndex(Protocol):
@@ -77,25 +83,41 @@ class Found(NamedTuple):
     entries: NDArray[Any]
 
 
-class MemoryIndex:
-    """Sorted arrays of about 68 bytes per record, plus a small dict for what came last.
+class _Hits(NamedTuple):
+    """Records in one pack: row `rows[i]` of `entries` is of the id in row `found[i]`."""
 
-    Thread-safe. Bulk additions are merged at the next look-up; building a million records from
-    their footers takes well under a second. All locations of a chunk are kept.
+    number: int
+    entries: PackEntries
+    found: NDArray[np.int64]
+    rows: NDArray[np.int64]
+
+
+class MemoryIndex:
+    """Twelve bytes per record: the first eight of its id, sorted, and its row; whole ids are
+    compared in the table of the pack.
+
+    With `load` only the tables used last are kept, `_KEPT_BYTES` of them; others are asked for
+    again: ``load(name)`` reads the table from the footer, or returns None to have the pack
+    forgotten, as one that is gone or damaged. What it raises goes to the caller of the look-up.
+    Without `load` all tables (56 bytes per record) are kept.
+
+    Thread-safe; tables are read while the lock is held. The packs added last, up to `_SMALL`
+    records, are in a dict until a bulk look-up merges them. All locations of a chunk are kept.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, load: Load | None = None) -> None:
         self._lock = threading.RLock()
+        self._load = load
         self._names: list[str | None] = []
         self._numbers: dict[str, int] = {}
-        self._entries: list[PackEntries] = []
-        self._merged = 0  # packs [0, _merged) are in the sorted arrays
-        self._indexed = 0  # packs [_merged, _indexed) are in the dict
+        self._starts = [0]  # first row of every pack, and the end of the last
+        self._tables: OrderedDict[str, PackEntries] = OrderedDict()  # the one used last comes last
+        self._kept = 0  # bytes of them
         self._keys: NDArray[np.uint64] = np.empty(0, np.uint64)
         self._rows: NDArray[np.uint32] = np.empty(0, np.uint32)
-        self._table: NDArray[Any] = np.empty(0, ENTRY_DTYPE)
-        self._first: NDArray[np.int64] = np.empty(0, np.int64)  # row of each pack in _table
-        self._recent: dict[bytes, list[tuple[int, int]]] = {}
+        self._fresh: list[NDArray[np.uint64]] = []  # of the last packs, which are not in _keys
+        self._recent: dict[int, tuple[int, ...]] = {}  # rows by key, of the first
+        self._indexed = 0  # packs of _fresh
         self._live = 0
 
     # changing ------------------------------------------------------------------------------
@@ -106,8 +128,10 @@ class MemoryIndex:
                 return
             self._numbers[name] = len(self._names)
             self._names.append(name)
-            self._entries.append(entries)
+            self._starts.append(self._starts[-1] + len(entries))
+            self._fresh.append(_prefixes(entries.table))
             self._live += len(entries)
+            self._keep(name, entries)
 
     def add_packs(self, packs: Sequence[tuple[str, PackEntries]]) -> None:
         for name, entries in packs:
@@ -115,151 +139,176 @@ class MemoryIndex:
 
     def drop_pack(self, name: str) -> None:
         with self._lock:
-            number = self._numbers.pop(name, None)
-            if number is None:
-                return
-            self._live -= len(self._entries[number])
-            self._names[number] = None
-            total = sum(len(e) for e in self._entries)
-            if total > 2 * self._live + _SMALL:
-                self._rebuild()
+            self._drop(name)
+            self._give_back()
 
-    def _rebuild(self) -> None:
-        """Start again from the packs that are left, giving up the memory of dropped ones."""
-        kept = [(n, e) for n, e in zip(self._names, self._entries, strict=True) if n is not None]
-        self._names = [n for n, _ in kept]
-        self._entries = [e for _, e in kept]
-        self._numbers = {n: i for i, (n, _) in enumerate(kept)}
-        self._merged = self._indexed = 0
-        self._recent = {}
-        self._keys = np.empty(0, np.uint64)
-        self._rows = np.empty(0, np.uint32)
-        self._table = np.empty(0, ENTRY_DTYPE)
-        self._first = np.empty(0, np.int64)
+    def _drop(self, name: str) -> None:
+        number = self._numbers.pop(name, None)
+        if number is None:
+            return
+        self._live -= self._starts[number + 1] - self._starts[number]
+        self._names[number] = None
+        entries = self._tables.pop(name, None)
+        self._kept -= 0 if entries is None else entries.nbytes
+
+    def _give_back(self) -> None:
+        """Give up the memory of dropped packs when it is worth it; rows get other numbers."""
+        if self._starts[-1] <= 2 * self._live + _SMALL:
+            return
+        self._merge()
+        starts = np.array(self._starts, np.int64)
+        alive = np.array([name is not None for name in self._names], np.bool_)
+        lengths = np.diff(starts) * alive
+        rows = self._rows.astype(np.int64)
+        pack = starts.searchsorted(rows, "right") - 1
+        shift = starts[:-1] - (np.cumsum(lengths) - lengths)
+        left = alive[pack]
+        self._keys = self._keys[left]
+        self._rows = (rows - shift[pack])[left].astype(np.uint32)
+        self._names = [name for name in self._names if name is not None]
+        self._starts = [0, *_ints(np.cumsum(lengths[alive]))]
+        self._numbers = {name: i for i, name in enumerate(self._names) if name is not None}
 
     def _prepare(self, *, merge: bool = False) -> None:
         """Bring packs added since the last look-up into the dict or into the sorted arrays."""
-        packs = len(self._names)
-        if self._indexed == packs and not (merge and self._merged < packs):
+        self._give_back()
+        if self._indexed == len(self._fresh) and not (merge and self._fresh):
             return
-        fresh = sum(len(e) for e in self._entries[self._merged :])
-        if merge or fresh > max(_SMALL, len(self._table) // 8):
+        if merge or self._starts[-1] - len(self._keys) > _SMALL:
             self._merge()
             return
-        for number in range(self._indexed, packs):
-            entries = self._entries[number]
-            ids = entries.ids.tobytes()
-            for row in range(len(entries)):
-                key = ids[row * ID_BYTES : (row + 1) * ID_BYTES]
-                self._recent.setdefault(key, []).append((number, row))
-        self._indexed = packs
+        first = len(self._names) - len(self._fresh)
+        for number in range(self._indexed, len(self._fresh)):
+            start = self._starts[first + number]
+            for row, key in enumerate(_ints(self._fresh[number]), start):
+                self._recent[key] = (*self._recent.get(key, ()), row)
+        self._indexed = len(self._fresh)
 
     def _merge(self) -> None:
-        tables = [e.table for e in self._entries]
-        lengths = np.array([len(t) for t in tables], np.int64)
-        self._first = np.cumsum(lengths) - lengths
-        self._table = np.concatenate(tables) if tables else np.empty(0, ENTRY_DTYPE)
-        # Views into the one big table replace the packs' own arrays: no row is held twice.
-        self._entries = [
-            PackEntries(self._table[start : start + n], e.refs)
-            for start, n, e in zip(_ints(self._first), _ints(lengths), self._entries, strict=True)
-        ]
-        prefix = _prefixes(self._table)
-        order = np.argsort(prefix, kind="stable").astype(np.uint32)
-        self._keys = prefix[order]
-        self._rows = order
-        self._merged = self._indexed = len(self._names)
-        self._recent = {}
+        if self._fresh:
+            keys = np.concatenate(self._fresh)
+            order = np.argsort(keys, kind="stable")
+            keys, rows = keys[order], (order + len(self._keys)).astype(np.uint32)
+            if len(self._keys):
+                at = self._keys.searchsorted(keys, "right")
+                keys, rows = np.insert(self._keys, at, keys), np.insert(self._rows, at, rows)
+            self._keys, self._rows = keys, rows
+        self._fresh, self._recent, self._indexed = [], {}, 0
+
+    # tables --------------------------------------------------------------------------------
+
+    def _keep(self, name: str, entries: PackEntries) -> None:
+        self._tables[name] = entries
+        self._kept += entries.nbytes
+        while self._load is not None and self._kept > _KEPT_BYTES and len(self._tables) > 1:
+            self._kept -= self._tables.popitem(last=False)[1].nbytes
+
+    def _table(self, name: str) -> PackEntries | None:
+        """The table of a known pack, read again where need be; None when that is not possible."""
+        entries = self._tables.get(name)
+        if entries is not None:
+            self._tables.move_to_end(name)
+        elif self._load is not None:
+            entries = self._load(name)
+            number = self._numbers[name]
+            length = self._starts[number + 1] - self._starts[number]
+            if entries is None or len(entries) != length:
+                self._drop(name)
+                return None
+            self._keep(name, entries)
+        return entries
+
+    def entries(self, name: str) -> PackEntries | None:
+        """The table of one pack, or None when it is not known."""
+        with self._lock:
+            return self._table(name) if name in self._numbers else None
 
     # looking up ----------------------------------------------------------------------------
 
     def get(self, chunk_id: bytes) -> Location | None:
-        for location in self.locations(chunk_id):
-            return location
-        return None
+        with self._lock:
+            return next(self._locations(chunk_id), None)
 
     def locations(self, chunk_id: bytes) -> list[Location]:
         """Every known location of the chunk, the packs added last first."""
         with self._lock:
-            self._prepare()
-            found: list[Location] = []
-            for number, row in reversed(self._recent.get(chunk_id) or []):
-                name = self._names[number]
-                if name is not None:
-                    found.append(self._entries[number].location(name, row))
-            if len(self._keys):
-                key = np.uint64(int.from_bytes(chunk_id[:8], "big"))
-                at = int(self._keys.searchsorted(key))
-                matches: list[int] = []
-                while at < len(self._keys) and self._keys[at] == key:
-                    matches.append(int(self._rows[at]))
-                    at += 1
-                for row in reversed(matches):
-                    location = self._merged_location(row, chunk_id)
-                    if location is not None:
-                        found.append(location)
-            return found
+            return list(self._locations(chunk_id))
 
-    def _merged_location(self, row: int, chunk_id: bytes) -> Location | None:
-        number = int(self._first.searchsorted(row, "right")) - 1
-        name = self._names[number]
-        entries = self._entries[number]
-        local = row - int(self._first[number])
-        if name is None or entries.id(local) != chunk_id:
-            return None
-        return entries.location(name, local)
+    def _locations(self, chunk_id: bytes) -> Iterator[Location]:
+        self._prepare()
+        key = int.from_bytes(chunk_id[:8], "big")
+        rows = self._recent.get(key, ())
+        if len(self._keys):
+            at = int(self._keys.searchsorted(np.uint64(key)))
+            end = at
+            while end < len(self._keys) and self._keys[end] == key:
+                end += 1
+            if end > at:
+                rows = (*_ints(self._rows[at:end]), *rows)
+        for row in reversed(rows):
+            number = bisect_right(self._starts, row) - 1
+            name, local = self._names[number], row - self._starts[number]
+            entries = None if name is None else self._table(name)
+            if name is not None and entries is not None and entries.id(local) == chunk_id:
+                yield entries.location(name, local)
 
     def get_many(self, ids: NDArray[np.uint8]) -> list[Location | None]:
         """One location (or None) for each row of `ids`, an array of shape (n, 32)."""
         with self._lock:
-            rows = self._find(ids)
-            result: list[Location | None] = [None] * len(rows)
-            hits = np.flatnonzero(rows >= 0)
-            numbers = self._first.searchsorted(rows[hits], "right") - 1
-            within = rows[hits] - self._first[numbers]
-            for i, number, local in zip(_ints(hits), _ints(numbers), _ints(within), strict=True):
-                name = self._names[number]
-                if name is not None:
-                    result[i] = self._entries[number].location(name, local)
+            result: list[Location | None] = [None] * len(ids)
+            for number, entries, found, rows in self._search(ids):
+                name = self._names[number] or ""
+                for i, row in zip(_ints(found), _ints(rows), strict=True):
+                    result[i] = entries.location(name, row)
             return result
 
     def find(self, ids: NDArray[np.uint8]) -> Found:
         """Where one record of each id lies, as arrays, for rows of `ids` (shape (n, 32))."""
         with self._lock:
-            rows = self._find(ids)
-            packs = self._first.searchsorted(rows, "right") - 1
-            entries = np.zeros(len(rows), ENTRY_DTYPE)
-            known = rows >= 0
-            entries[known] = self._table[rows[known]]
-            return Found([name or "" for name in self._names], packs, entries)
+            packs = np.full(len(ids), -1, np.int64)
+            table = np.zeros(len(ids), ENTRY_DTYPE)
+            for number, entries, found, rows in self._search(ids):
+                packs[found] = number
+                table[found] = entries.table[rows]
+            return Found([name or "" for name in self._names], packs, table)
 
     def contains_many(self, ids: NDArray[np.uint8]) -> NDArray[np.bool_]:
         """For each row of `ids` (shape (n, 32)) whether the chunk is known."""
         with self._lock:
-            return self._find(ids) >= 0
+            known = np.zeros(len(ids), np.bool_)
+            for _, _, found, _ in self._search(ids):
+                known[found] = True
+            return known
 
-    def _find(self, ids: NDArray[np.uint8]) -> NDArray[np.int64]:
-        """Row in the merged table of a live record of each id, or -1."""
+    def _search(self, ids: NDArray[np.uint8]) -> Iterator[_Hits]:
+        """A live record of each id that has one, pack by pack: each table is needed once."""
         self._prepare(merge=True)
         ids = np.ascontiguousarray(ids, np.uint8).reshape(-1, ID_BYTES)
-        result = np.full(len(ids), -1, np.int64)
-        if not len(self._keys) or not len(ids):
-            return result
         wanted = ids.view(">u8")[:, 0].astype(np.uint64)
         at = self._keys.searchsorted(wanted)
         open_ = np.arange(len(ids))
-        alive = np.array([name is not None for name in self._names], dtype=np.bool_)
-        while len(open_):
+        starts = np.array(self._starts, np.int64)
+        while True:
             inside = at < len(self._keys)
             open_, at = open_[inside], at[inside]
             same = self._keys[at] == wanted[open_]
             open_, at = open_[same], at[same]
+            if not len(open_):
+                return
             rows = self._rows[at].astype(np.int64)
-            hit = (self._table["id"][rows] == ids[open_]).all(axis=1)
-            hit &= alive[self._first.searchsorted(rows, "right") - 1]
-            result[open_[hit]] = rows[hit]
-            open_, at = open_[~hit], at[~hit] + 1
-        return result
+            numbers = starts.searchsorted(rows, "right") - 1
+            missed = np.ones(len(open_), np.bool_)
+            for part in _by_value(numbers):
+                number = int(numbers[part[0]])
+                name = self._names[number]
+                entries = None if name is None else self._table(name)
+                if entries is None:
+                    continue
+                local = rows[part] - starts[number]
+                hit = (entries.ids[local] == ids[open_[part]]).all(axis=1)
+                missed[part[hit]] = False
+                yield _Hits(number, entries, open_[part[hit]], local[hit])
+            open_, at = open_[missed], at[missed] + 1
 
     def packs(self) -> frozenset[str]:
         with self._lock:
@@ -268,14 +317,14 @@ class MemoryIndex:
     def close(self) -> None:
         """Nothing to release."""
 
-    def entries(self, name: str) -> PackEntries | None:
-        """The table of one pack, or None when it is not known."""
-        with self._lock:
-            number = self._numbers.get(name)
-            return None if number is None else self._entries[number]
-
     def __len__(self) -> int:
         return self._live
+
+
+def _by_value(numbers: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
+    """For each value among `numbers` (which are not none) the places where it stands."""
+    order = np.argsort(numbers, kind="stable")
+    yield from np.split(order, np.flatnonzero(np.diff(numbers[order])) + 1)
 
 
 def _ints(array: NDArray[np.integer[Any]]) -> list[int]:

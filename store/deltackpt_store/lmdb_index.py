@@ -33,7 +33,7 @@ from deltackpt_store.fileio import FileIO
 from deltackpt_store.index import MemoryIndex, list_packs, refresh
 from deltackpt_store.localfs import index_directory
 from deltackpt_store.oserror import storage_error
-from deltackpt_store.pack import ID_BYTES, Location, PackEntries
+from deltackpt_store.pack import ID_BYTES, Location, PackEntries, pack_path, read_footer
 
 _log = logging.getLogger("deltackpt.store.index")
 
@@ -332,7 +332,16 @@ def open_index(
     process and store. Close it after use. Packs whose footer is unreadable are left out (logged).
     Raises StorageError only when the packs cannot be listed.
     """
-    index: LmdbIndex | MemoryIndex = MemoryIndex()
+
+    def load(name: str) -> PackEntries | None:
+        try:
+            path = pack_path(store.path, name)
+            return read_footer(store.io, path, store_uuid=store.uuid).entries
+        except DeltackptError as error:
+            _log.warning("pack %s is left out of the index: %s", name, error)
+            return None
+
+    index: LmdbIndex | MemoryIndex = MemoryIndex(load)
     reason = "no local file system for it is known"
     where = directory or index_directory(store.path, store.uuid)
     if where is not None:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deltackpt_store.errors import DeltackptError
-from deltackpt_store.manifest import Ids
+from deltackpt_store.manifest import ID_BYTES, Ids
 from deltackpt_store.pack_set import PackSet
 from deltackpt_store.reader import UNIT_BYTES, ChunkReader, Request
 from deltackpt_store.scrub import BadRecord
@@ -61,16 +61,18 @@ def _lose_dependents(packs: PackSet, lost: Lost) -> None:
                 coded.setdefault(entries.id(row), []).append(entries.references(row))
     if not coded:
         return
-    referenced = {reference for rows in coded.values() for refs in rows for reference in refs}
-    gone = {r for r in referenced if packs.index.get(r) is None and not packs.salvage(r)}
+    referenced = list({r for rows in coded.values() for refs in rows for r in refs})
+    table = np.frombuffer(b"".join(referenced), np.uint8).reshape(-1, ID_BYTES)
+    absent = np.flatnonzero(~packs.index.contains_many(table)).tolist()
+    gone = {referenced[row] for row in absent if not packs.salvage(referenced[row])}
     gone.update(lost)
     grown = True
     while grown:
         grown = False
         for chunk_id, rows in coded.items():
-            if chunk_id in gone or len(rows) < len(packs.index.locations(chunk_id)):
+            if chunk_id in gone or any(gone.isdisjoint(refs) for refs in rows):
                 continue
-            if all(any(reference in gone for reference in refs) for refs in rows):
+            if len(rows) >= len(packs.index.locations(chunk_id)):
                 gone.add(chunk_id)
                 lost[chunk_id] = "what it is coded against is lost"
                 grown = True

@@ -271,6 +271,12 @@ class PackEntries:
         return len(self.table)
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of memory that the arrays take."""
+        starts = 0 if self._starts is None else self._starts.nbytes
+        return self.table.nbytes + self.refs.nbytes + starts
+
+    @property
     def ids(self) -> NDArray[np.uint8]:
         """Chunk ids, shape (n, 32)."""
         return self.table["id"]
@@ -347,7 +353,7 @@ def _read_footer(io: FileIO, handle: int, path: str, store_uuid: bytes | None) -
     if offset < HEADER_BYTES or offset + length + TRAILER_BYTES != size:
         raise _damaged(path, "trailer declares impossible lengths")
     if offset >= tail_start:
-        footer = tail[offset - tail_start : -TRAILER_BYTES]
+        footer = memoryview(bytes(tail[offset - tail_start : -TRAILER_BYTES]))  # not all of it
     else:
         footer = memoryview(_read(io, handle, offset, length, path))
     if _footer_digest(header_bytes, footer, front) != bytes(tail[-32:]):

@@ -11,7 +11,7 @@ from deltackpt_store.errors import DeltackptError, StorageError, UnsupportedForm
 from deltackpt_store.fileio import FileIO
 from deltackpt_store.index import Location, MemoryIndex, list_packs
 from deltackpt_store.oserror import DAMAGE, storage_error
-from deltackpt_store.pack import pack_path, read_footer
+from deltackpt_store.pack import PackEntries, pack_path, read_footer
 from deltackpt_store.pack_scan import scan_records
 
 _log = logging.getLogger("deltackpt.store")
@@ -27,7 +27,8 @@ def is_damage(error: DeltackptError | OSError) -> bool:
 class PackSet:
     """Which packs hold which chunks, learned from footers. Thread-safe; never writes.
 
-    `index` knows the packs loaded so far that are intact; `damaged` says what is wrong with the
+    `index` knows the packs loaded so far that are intact (it reads tables again when it has many;
+    one that turns out bad then is not known any more); `damaged` says what is wrong with the
     others. Records of damaged packs are found by :meth:`salvage` only.
     """
 
@@ -35,7 +36,7 @@ class PackSet:
         self.io = io
         self.root = root
         self.uuid = uuid
-        self.index = MemoryIndex()
+        self.index = MemoryIndex(self._entries)
         self.damaged: dict[str, DeltackptError] = {}
         self._salvaged: dict[str, dict[bytes, list[Location]]] = {}
         self._lock = threading.Lock()
@@ -56,18 +57,26 @@ class PackSet:
         with self._lock:
             missing = sorted(set(names) - self.index.packs() - self.damaged.keys())
             for name in missing:
-                try:
-                    footer = read_footer(self.io, self.path(name), store_uuid=self.uuid)
-                except DeltackptError as error:
-                    if not is_damage(error):
-                        raise
-                    # One that is gone was collected: what it held lies elsewhere, if it is needed.
-                    gone = isinstance(error, StorageError) and error.errno == errno.ENOENT
-                    level = logging.DEBUG if gone else logging.WARNING
-                    _log.log(level, "pack %s cannot be used: %s", name, error)
-                    self.damaged[name] = error
-                else:
-                    self.index.add_pack(name, footer.entries)
+                entries = self._entries(name)
+                if entries is not None:
+                    self.index.add_pack(name, entries)
+
+    def _entries(self, name: str) -> PackEntries | None:
+        """The table of a pack; None when it is gone or bad, which `damaged` then says.
+
+        Takes no lock: the index calls it while it holds its own.
+        """
+        try:
+            return read_footer(self.io, self.path(name), store_uuid=self.uuid).entries
+        except DeltackptError as error:
+            if not is_damage(error):
+                raise
+            # One that is gone was collected: what it held lies elsewhere, if it is needed.
+            gone = isinstance(error, StorageError) and error.errno == errno.ENOENT
+            level = logging.DEBUG if gone else logging.WARNING
+            _log.log(level, "pack %s cannot be used: %s", name, error)
+            self.damaged[name] = error
+            return None
 
     def load_all(self) -> None:
         """Learn every pack of the store, and forget those that are gone."""
@@ -76,7 +85,7 @@ class PackSet:
             self.index.drop_pack(gone)
         with self._lock:
             # A pack that was missing when asked for may have been published since.
-            for name in [n for n, e in self.damaged.items() if isinstance(e, StorageError)]:
+            for name in [n for n, e in list(self.damaged.items()) if isinstance(e, StorageError)]:
                 del self.damaged[name]
         self.load(names)
 

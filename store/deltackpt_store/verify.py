@@ -172,6 +172,9 @@ class _Verification:
             )  # fmt: skip
         elif level != "structure":
             bad = scrub(self._packs, names, threads=threads, progress=progress)
+        for name in names:  # tables are read again: these went bad meanwhile
+            if name in self._packs.damaged:
+                self._bad_packs.setdefault(name, self._packs.damaged[name])
         ids, lengths = self._needed.get()
         lost = lost_chunks(self._packs, ids, lengths, bad)
         if level == "restore":

@@ -12,7 +12,7 @@ from blake3 import blake3
 from deltackpt_store import index as index_module
 from deltackpt_store import pack as pk
 from deltackpt_store.codecs import RAW, Encoded
-from deltackpt_store.errors import CorruptionError
+from deltackpt_store.errors import CorruptionError, StorageError
 from deltackpt_store.fileio import FileIO
 from deltackpt_store.index import MemoryIndex, list_packs, refresh
 from deltackpt_store.pack import ENTRY_DTYPE, Location, PackEntries
@@ -59,14 +59,17 @@ OPERATIONS = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
-@given(OPERATIONS, st.sampled_from([0, 3, 65536]))
-def test_behaves_like_a_dict(operations: list[tuple[str, int, list[bytes]]], small: int) -> None:
+@settings(max_examples=200, deadline=None)
+@given(OPERATIONS, st.sampled_from([0, 3, 65536]), st.booleans())
+def test_behaves_like_a_dict(
+    operations: list[tuple[str, int, list[bytes]]], small: int, reloading: bool
+) -> None:
     """An index that forgets or invents chunks loses dedup or, unconfirmed, data."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(index_module, "_SMALL", small)
-        index = MemoryIndex()
+        patch.setattr(index_module, "_KEPT_BYTES", 200)  # a table or two
         model: dict[str, list[bytes]] = {}
+        index = MemoryIndex((lambda name: entries(model[name])) if reloading else None)
         for what, number, ids in operations:
             name = f"pack{number}"
             if what == "add":
@@ -123,17 +126,112 @@ def test_the_pack_added_last_wins_and_dropping_it_shows_the_other() -> None:
     assert index.get(chunk) == place("b", 0)
 
 
-def test_memory_per_entry_is_bounded() -> None:
+def many_packs(index: MemoryIndex, count: int, each: int) -> dict[str, PackEntries]:
+    """Packs of `each` records, added one by one, with a look-up after each."""
+    tables = {
+        f"p{number}": entries([blake3(b"%d-%d" % (number, row)).digest() for row in range(each)])
+        for number in range(count)
+    }
+    for name, table in tables.items():
+        index.add_pack(name, table)
+        assert index.get(table.id(0)) == place(name, 0)
+    return tables
+
+
+@pytest.mark.parametrize("reloading", [True, False])
+def test_memory_per_entry_is_bounded(monkeypatch: pytest.MonkeyPatch, reloading: bool) -> None:
     """A million chunks must not cost hundreds of megabytes in every writer."""
-    index = MemoryIndex()
-    ids = [n.to_bytes(4, "big") * 8 for n in range(20_000)]
-    for at in range(0, len(ids), 1000):
-        index.add_pack(f"p{at}", entries(ids[at : at + 1000]))
-    index.contains_many(as_rows(ids[:1]))
-    arrays = [v for v in vars(index).values() if isinstance(v, np.ndarray)]
-    assert sum(a.nbytes for a in arrays) <= 72 * len(ids)
-    index.drop_pack("p0")
-    assert not vars(index)["_recent"]
+    kept = 20_000
+    monkeypatch.setattr(index_module, "_KEPT_BYTES", kept)
+    monkeypatch.setattr(index_module, "_SMALL", 500)
+    tables: dict[str, PackEntries] = {}
+    index = MemoryIndex(tables.get if reloading else None)
+    tables |= many_packs(index, 20, 100)
+    state = vars(index)
+    assert len(state["_recent"]) <= 500  # also when nothing is looked up in bulk
+    for name, table in tables.items():
+        found = index.find(table.ids)
+        assert {found.names[pack] for pack in found.packs.tolist()} == {name}
+        assert np.array_equal(found.entries, table.table)
+    assert state["_keys"].nbytes + state["_rows"].nbytes == 12 * 2000
+    held = sum(table.nbytes for table in state["_tables"].values())
+    assert held == state["_kept"] <= (kept if reloading else 56 * 2000)
+    index.drop_pack("p19")
+    assert state["_kept"] == held - tables["p19"].nbytes
+    assert not state["_recent"]
+
+
+def test_a_table_is_read_once_for_many_ids(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looking up a whole step would otherwise read every footer for every chunk."""
+    monkeypatch.setattr(index_module, "_KEPT_BYTES", 1)
+    tables: dict[str, PackEntries] = {}
+    loads: list[str] = []
+
+    def load(name: str) -> PackEntries:
+        loads.append(name)
+        return tables[name]
+
+    index = MemoryIndex(load)
+    tables |= many_packs(index, 5, 40)
+    loads.clear()
+    mixed = np.concatenate([table.ids for table in tables.values()])
+    np.random.default_rng(1).shuffle(mixed)
+    assert index.contains_many(mixed).all()
+    assert sorted(loads) in (sorted(tables), sorted(tables)[:-1])  # one may be kept from before
+
+
+@pytest.mark.parametrize("merged", [True, False])
+def test_a_table_that_is_gone_or_another_has_its_pack_forgotten(
+    monkeypatch: pytest.MonkeyPatch, merged: bool
+) -> None:
+    """A row of one table, taken for one of another, would be a wrong place."""
+    monkeypatch.setattr(index_module, "_KEPT_BYTES", 1)
+    monkeypatch.setattr(index_module, "_SMALL", 0 if merged else 1000)
+    chunk, other = NOISE.randbytes(32), NOISE.randbytes(32)
+    tables = {
+        "a": entries([chunk]), "b": entries([chunk, other]), "c": entries([chunk]),
+        "d": entries([other]),
+    }  # fmt: skip
+    index = MemoryIndex(tables.get)
+    for name, table in tables.items():
+        index.add_pack(name, table)
+    assert [where.pack for where in index.locations(chunk)] == ["c", "b", "a"]
+    del tables["c"]
+    tables["b"] = entries([other, chunk, chunk])
+    assert index.locations(chunk) == [place("a", 0)]
+    assert index.packs() == {"a", "d"}
+    assert len(index) == 2
+    assert index.entries("b") is None
+    del tables["a"]
+    assert index.get(other) == place("d", 0)  # and its table is the one that is kept
+    assert index.get_many(as_rows([other, chunk])) == [place("d", 0), None]
+    assert index.find(as_rows([chunk])).packs.tolist() == [-1]
+
+
+def test_an_error_of_reading_a_table_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A network that fails for a moment must not read as a chunk that is lost."""
+    monkeypatch.setattr(index_module, "_KEPT_BYTES", 1)
+    tables: dict[str, PackEntries] = {}
+    failing = False
+
+    def load(name: str) -> PackEntries:
+        if failing:
+            raise StorageError("the network is gone", path=name)
+        return tables[name]
+
+    index = MemoryIndex(load)
+    tables |= many_packs(index, 3, 10)
+    first = tables["p0"]
+    failing = True
+    with pytest.raises(StorageError):
+        index.get(first.id(3))
+    with pytest.raises(StorageError):
+        index.locations(first.id(3))
+    with pytest.raises(StorageError):
+        index.contains_many(first.ids)
+    failing = False
+    assert index.get(first.id(3)) == place("p0", 3)
+    assert len(index) == 30
 
 
 def test_many_dropped_packs_give_their_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,6 +244,7 @@ def test_many_dropped_packs_give_their_memory_back(monkeypatch: pytest.MonkeyPat
     for at in range(0, 990, 10):
         index.drop_pack(f"p{at}")
     assert len(vars(index)["_names"]) < 30
+    assert len(vars(index)["_keys"]) < 300
     assert index.contains_many(as_rows(ids)).tolist() == [False] * 990 + [True] * 10
 
 
