@@ -23,7 +23,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from deltackpt_store.mark import Bools, Catalogue, Ints, Marking
+from deltackpt_store.catalogue import Bools, Catalogue, Ints
+from deltackpt_store.mark import Marking
 from deltackpt_store.pack import ENTRY_BYTES, RECORD_BYTES
 from deltackpt_store.step_groups import Shape, StepGroups
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from deltackpt_store.catalogue import Bools
 from deltackpt_store.compact_plan import Plan, Survey, leaving, make_plan
 from deltackpt_store.compact_report import CompactReport, NewBase
 from deltackpt_store.compact_write import Progress, Rewriter
@@ -23,7 +24,7 @@ from deltackpt_store.generation import (
 )
 from deltackpt_store.leases import Hold, hold
 from deltackpt_store.manifest import Commit
-from deltackpt_store.mark import Bools, Marking, mark
+from deltackpt_store.mark import Marking, mark
 from deltackpt_store.roots import Roots, read_roots
 from deltackpt_store.settling import Wait, patience, settle
 from deltackpt_store.step_groups import StepGroups, step_groups

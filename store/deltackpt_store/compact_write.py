@@ -13,11 +13,11 @@ import numpy as np
 from blake3 import blake3
 
 from deltackpt_store import codecs, coding_policy
+from deltackpt_store.catalogue import Catalogue, Ints
 from deltackpt_store.coding.elements import element_width
 from deltackpt_store.compact_plan import Plan, Recode
 from deltackpt_store.errors import DeltackptError
 from deltackpt_store.fetch import HEAD_BYTES, SLACK_BYTES, Fetcher, Task, mismatch, unreadable
-from deltackpt_store.mark import Catalogue, Ints
 from deltackpt_store.pack import Location, decode_record
 from deltackpt_store.pack_set import is_damage
 from deltackpt_store.store import Store

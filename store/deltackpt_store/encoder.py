@@ -1,24 +1,51 @@
-"""Encoding a batch of chunks, in as many threads as there are idle cores."""
+"""Encoding chunks in batches, by recipe or as the policy sees fit, in threads for idle cores."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, TypeVar
 
 from deltackpt_store import coding_policy
-from deltackpt_store.coding_policy import CodingPolicy, Outcome, Plan
-from deltackpt_store.confirm import Confirmer
+from deltackpt_store.codecs import Encoded
+from deltackpt_store.coding_policy import MAX_HURRY, CodingPolicy, Outcome, Plan
+from deltackpt_store.confirm import MAX_DEPTH, Confirmer
 from deltackpt_store.errors import CorruptionError
+from deltackpt_store.fileio import Buffer
 from deltackpt_store.idle import IdleCores
 from deltackpt_store.pack import Location
+from deltackpt_store.recipes import Attempt, Coded, Recipe, Same, attempt
 from deltackpt_store.references import References, Stored
 
 _T = TypeVar("_T")
 _R = TypeVar("_R")
 
 _TOGETHER_BYTES = 512 * 1024  # less is not worth waking other threads for
+
+
+class Chunk(NamedTuple):
+    """One chunk to be put: contiguous memory of 1 byte to 64 MiB.
+
+    `dtype` guides the encoding. `stream` names the tensor that the chunk is of: what pays is
+    learned per name, and tried for each chunk without one. `reference` is the id of a chunk that
+    it resembles. The first of `recipes` that holds and pays is used instead of all that; `learned`
+    is told what became of a prediction.
+    """
+
+    raw: Buffer
+    dtype: str = "uint8"
+    stream: str = ""
+    reference: bytes | None = None
+    recipes: tuple[Recipe, ...] = ()
+    learned: Callable[[Coded], None] | None = None
+
+
+Fresh = tuple[Chunk, memoryview]
+"""A chunk that the store does not hold, and its bytes."""
+
+Depth = Callable[[tuple[bytes, ...]], int]
+"""How deep the references of a record would go that refers to these chunks."""
 
 
 class Job(NamedTuple):
@@ -55,12 +82,25 @@ class Encoder:
         self.seconds = 0.0
         self.raw_bytes = 0
         self.hurried_bytes = self.hurried_chunks = 0
+        self._pace = (0.0, 0, 0.0, 0)  # of encoding and writing when `hurry` looked last
 
     def next_save(self, state_bytes: int) -> None:
         """Chunks encoded from here on belong to another save of a state of that size."""
         self.policy.next_save()
         if self._shadow:
             self.references.budget = max(self.references.budget, state_bytes)
+
+    def encodings(self, chunks: Mapping[bytes, Fresh], depth: Depth) -> dict[bytes, Encoded]:
+        """How to store each of these chunks, by id: as a recipe says, or as the policy sees fit."""
+        made = self._by_recipe(chunks, depth)
+        others = {
+            chunk_id: Job(raw, chunk.dtype, chunk.stream, self._usable(chunk.reference))
+            for chunk_id, (chunk, raw) in chunks.items()
+            if chunk_id not in made
+        }
+        outcomes = self.encode(list(others.values()))
+        made.update(zip(others, (outcome.best for outcome in outcomes), strict=True))
+        return made
 
     def encode(self, jobs: Sequence[Job]) -> list[Outcome]:
         """Encode each chunk as the policy sees fit; results in order, may refer to `raw`."""
@@ -79,6 +119,38 @@ class Encoder:
             self.raw_bytes += size
         self.seconds += time.perf_counter() - began
         return [outcome for outcome, _ in results]
+
+    def _by_recipe(self, chunks: Mapping[bytes, Fresh], depth: Depth) -> dict[bytes, Encoded]:
+        """Encodings of those chunks of which a recipe holds."""
+        made: dict[bytes, Encoded] = {}
+        work: dict[bytes, Attempt] = {}
+        for chunk_id, (chunk, raw) in chunks.items():
+            for recipe in chunk.recipes:
+                if isinstance(recipe, Same):
+                    same = recipe.id == chunk_id
+                    if same and depth(recipe.encoded.refs) <= MAX_DEPTH:
+                        made[chunk_id] = recipe.encoded
+                elif depth(recipe.refs) <= recipe.depth:
+                    limit = self.policy.expected(chunk.stream) * len(raw)
+                    if limit:
+                        work[chunk_id] = Attempt(raw, recipe, self.policy.entropy, limit)
+                if chunk_id in made or chunk_id in work:
+                    break
+        attempts = list(work.values())
+        coded = self.map(attempt, attempts, sum(len(item.raw) for item in attempts))
+        for chunk_id, result in zip(work, coded, strict=True):
+            if result.encoded is not None:
+                made[chunk_id] = result.encoded
+            learned = chunks[chunk_id][0].learned
+            if learned is not None:
+                learned(result)
+        return made
+
+    def _usable(self, reference: bytes | None) -> tuple[bytes, Location] | None:
+        if reference is None:
+            return None
+        location = self.references.locate(reference)
+        return None if location is None else (reference, location)
 
     def _prepare(self, job: Job) -> _Work:
         reference = None
@@ -114,6 +186,28 @@ class Encoder:
         for future in futures:
             done += future.result()
         return done
+
+    def hurry(self, busy_seconds: float, written: int) -> None:
+        """The caller falls behind: encode less, if that is what takes the time and not the disk.
+
+        Goes down one step at a time (no zstd, then no encoding), and no further than where writing
+        the larger blobs would take longer than encoding does now. `ease` goes back a step.
+        The disk has been busy for `busy_seconds` so far, with `written` bytes.
+        """
+        seconds, raw, busy, before = self._pace
+        self._pace = self.seconds, self.raw_bytes, busy_seconds, written
+        taken, stored = self.raw_bytes - raw, written - before
+        if not taken or self.policy.hurry >= MAX_HURRY:
+            return
+        encoding = (self.seconds - seconds) / taken
+        writing = (busy_seconds - busy) / max(stored, 1)
+        share = stored / taken if self.policy.hurry == 0 else 1.0
+        if encoding > writing * share:
+            self.policy.hurry += 1
+
+    def ease(self) -> None:
+        """The caller keeps up: take a step back from what `hurry` gave up."""
+        self.policy.hurry = max(0, self.policy.hurry - 1)
 
     def close(self) -> None:
         if self._pool is not None:

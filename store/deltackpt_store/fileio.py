@@ -318,6 +318,27 @@ def publish_bytes(io: FileIO, path: str, data: Buffer | list[Buffer]) -> None:
         raise
 
 
+def publish_once(io: FileIO, path: str, data: Buffer) -> bool:
+    """As `publish_bytes`, with the directory; False when `path` exists with other content.
+
+    An existing file with exactly these bytes counts as created, and is made durable: over a network
+    the answer to a creation may be lost and the call repeated. OSError.
+    """
+    directory = os.path.dirname(path)
+    make_directory(io, directory)
+    while True:
+        try:
+            publish_bytes(io, path, data)
+            return True
+        except FileExistsError:
+            if not io.exists(path):
+                continue  # deleted in this very moment
+        if read_file(io, path, max(len(data), 1 << 30)) != data:
+            return False
+        io.sync_directory(directory)
+        return True
+
+
 def publish_file(io: FileIO, temporary: str, path: str) -> None:
     """Give an already synced temporary file its final name, durably, never overwriting."""
     io.link(temporary, path)

@@ -7,6 +7,7 @@ store (and is therefore untrusted) passes the same checks before it is joined to
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from deltackpt_store.errors import InvalidInputError
@@ -70,6 +71,12 @@ def number_name(number: int) -> str:
 def parse_number(name: str) -> int | None:
     """The commit number that a file name stands for, None when it is something else."""
     return int(name) if _NUMBER.match(name) else None
+
+
+def highest_number(names: Iterable[str]) -> int:
+    """The largest number of a commit among the files of a run, also of a retired one; or 0."""
+    numbers = (parse_number(name.removesuffix(RETIRED_SUFFIX)) for name in names)
+    return max((number for number in numbers if number is not None), default=0)
 
 
 class StepName(NamedTuple):

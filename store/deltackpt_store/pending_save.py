@@ -6,8 +6,8 @@ import time
 
 from deltackpt_store import codecs
 from deltackpt_store.errors import CorruptionError, InvalidInputError
+from deltackpt_store.holdings import Put
 from deltackpt_store.protocol import Begin, Finish, extent_keys
-from deltackpt_store.store_writer import Put
 from deltackpt_store.tables import ChunkTable
 
 

@@ -12,7 +12,7 @@ from deltackpt_store.errors import StorageError
 from deltackpt_store.lineage import Lineage
 from deltackpt_store.manifest import Commit, Layout, Snapshot
 from deltackpt_store.manifest_io import to_base, to_delta
-from deltackpt_store.names import RETIRED_SUFFIX, parse_number
+from deltackpt_store.names import highest_number
 from deltackpt_store.oserror import storage_error
 from deltackpt_store.pending_save import PendingSave
 from deltackpt_store.protocol import Finish
@@ -105,5 +105,4 @@ class Publisher:
             names = self._store.io.list(directory)
         except OSError as error:
             raise storage_error(error, "list", directory) from error
-        numbers = (parse_number(name.removesuffix(RETIRED_SUFFIX)) for name in names)
-        return max((number for number in numbers if number is not None), default=0)
+        return highest_number(names)

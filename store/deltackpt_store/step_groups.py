@@ -12,9 +12,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from deltackpt_store.catalogue import Catalogue, Ints
 from deltackpt_store.errors import CorruptionError
 from deltackpt_store.manifest import ID_BYTES, Commit, Layout, Manifest
-from deltackpt_store.mark import Catalogue, Ints
 from deltackpt_store.protocol import extent_keys
 from deltackpt_store.store import Store
 

@@ -11,15 +11,15 @@ import secrets
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import msgspec
 from blake3 import blake3
 
 from deltackpt_store import codecs
-from deltackpt_store.coding_policy import MAX_HURRY
-from deltackpt_store.confirm import MAX_DEPTH, Confirmer
-from deltackpt_store.encoder import Encoder, Job
+from deltackpt_store.confirm import Confirmer
+from deltackpt_store.encoder import Chunk as Chunk
+from deltackpt_store.encoder import Encoder
 from deltackpt_store.errors import (
     ConflictError,
     CorruptionError,
@@ -28,18 +28,13 @@ from deltackpt_store.errors import (
     StateError,
     StorageError,
 )
-from deltackpt_store.fileio import (
-    Buffer,
-    FileIO,
-    make_directory,
-    publish_bytes,
-    read_file,
-)
+from deltackpt_store.fileio import Buffer, FileIO, publish_once
 from deltackpt_store.format_file import Format
 from deltackpt_store.generation import Generation
 from deltackpt_store.history import ancestors_after
+from deltackpt_store.holdings import Holdings
+from deltackpt_store.holdings import Put as Put
 from deltackpt_store.index import ChunkIndex, MemoryIndex
-from deltackpt_store.io_thread import IoThread
 from deltackpt_store.leases import Claims, Lease
 from deltackpt_store.manifest import Commit, Manifest
 from deltackpt_store.manifest_io import closure_digest, digest_of, encode, encode_commit
@@ -47,15 +42,15 @@ from deltackpt_store.names import (
     RETIRED_SUFFIX,
     check_name,
     check_step,
+    highest_number,
     number_name,
-    parse_number,
 )
 from deltackpt_store.oserror import storage_error
-from deltackpt_store.pack import MAX_CHUNK_BYTES, Location, pack_path
-from deltackpt_store.pack_writer import BATCH_BYTES, PackBuilder, PackFile, sync_directory
+from deltackpt_store.pack import MAX_CHUNK_BYTES, pack_path
+from deltackpt_store.pack_output import PackOutput
+from deltackpt_store.pack_writer import sync_directory
 from deltackpt_store.presence import KIND as VANISHED
 from deltackpt_store.presence import check_there, explain, make_empty_folders
-from deltackpt_store.recipes import Attempt, Coded, Recipe, Same, attempt
 from deltackpt_store.standing import Standing
 
 FOLDERS = ("packs", "manifests", "runs", "gc")
@@ -75,42 +70,6 @@ class StoreLike(Protocol):
     def io(self) -> FileIO: ...
     @property
     def format(self) -> Format: ...
-
-
-class Put(NamedTuple):
-    """What became of one chunk.
-
-    `written` is 0 when the store already held it, else the bytes of its record. A manifest that
-    names `id` must list `pack` and the packs of the chunks in `refs` (needed to decode it).
-    """
-
-    id: bytes
-    pack: str
-    written: int
-    codec: int = codecs.RAW
-    refs: tuple[bytes, ...] = ()
-
-
-class Chunk(NamedTuple):
-    """One chunk to be put: contiguous memory of 1 byte to 64 MiB.
-
-    `dtype` guides the encoding. `stream` names the tensor that the chunk is of: what pays is
-    learned per name, and tried for each chunk without one. `reference` is the id of a chunk that
-    it resembles. The first of `recipes` that holds and pays is used instead of all that; `learned`
-    is told what became of a prediction.
-    """
-
-    raw: Buffer
-    dtype: str = "uint8"
-    stream: str = ""
-    reference: bytes | None = None
-    recipes: tuple[Recipe, ...] = ()
-    learned: Callable[[Coded], None] | None = None
-
-
-class _Pack(NamedTuple):
-    builder: PackBuilder
-    file: PackFile
 
 
 class StoreWriter:
@@ -156,30 +115,18 @@ class StoreWriter:
         self._io = store.io
         self._root = store.path
         self._uuid = store.uuid
-        self._pack_bytes = pack_bytes
-        self._verify_dedup = verify_dedup
-        self._index: ChunkIndex = MemoryIndex() if index is None else index
-        self._confirmer = Confirmer(self._io, self._root, self._index)
+        index = MemoryIndex() if index is None else index
+        self._confirmer = Confirmer(self._io, self._root, index)
+        self._holdings = Holdings(index, self._confirmer, verify=verify_dedup)
         self.encoder = Encoder(codec, self._confirmer, shadow=shadow)
-        self._thread = IoThread("deltackpt-packs")
-        self._out = 0  # bytes handed to the thread
-        self._pace = (0.0, 0, 0.0, 0)  # of encoder and thread when `hurry` looked last
+        self._output = PackOutput(self._io, self._root, self._uuid, self.writer, pack_bytes)
         self._pid = os.getpid()
         self._closed = False
         self._failed: DeltackptError | None = None
-        self._seq = 0
-        self._open: _Pack | None = None
-        self._sealed: list[_Pack] = []
-        self._unflushed: dict[bytes, Put] = {}
-        # Published by this writer, and not yet in the index: that follows the commit.
-        self._uncommitted = MemoryIndex()
-        self._durable: set[str] = set()  # packs whose name this writer knows to be durable
-        self._doubtful: set[str] = set()  # relied upon since the last flush, name maybe not durable
         self._standing = Standing(self._io, self._root, self.writer, lease)
         self._heeding = False
-        self._relied: set[str] = set()  # packs of puts since the last commit
         self._named: set[bytes] = set()  # manifests of the next commit
-        self.claim: Callable[[frozenset[str]], Collection[str]] = self._relied.intersection
+        self.claim: Callable[[frozenset[str]], Collection[str]] = self._holdings.relied.intersection
         """Which of the packs given, all condemned, the caller still builds upon."""
         self.heeded: Callable[[], None] | None = None
         """Called when a generation has been heeded: `absent_packs` and `absent_manifests` are to be
@@ -202,21 +149,7 @@ class StoreWriter:
         self._heeding = True
         if not moved:
             return False
-        absent = self._standing.packs
-        self._confirmer.ban(absent)
-        for name in absent:
-            self._uncommitted.drop_pack(name)
-        if self._standing.strict:  # what was put may be gone: whoever puts it again stores it
-            self._uncommitted = MemoryIndex()
-            self._unflushed = {}
-        self._durable -= absent
-        while gone := [  # what they are coded against is going
-            chunk_id
-            for chunk_id, put in self._unflushed.items()
-            if any(self._held(ref) is None for ref in put.refs)
-        ]:
-            for chunk_id in gone:
-                del self._unflushed[chunk_id]
+        self._holdings.condemn(self._standing.packs, all_unindexed=self._standing.strict)
         if self.heeded is not None:
             self.heeded()
         return True
@@ -230,9 +163,7 @@ class StoreWriter:
         found = explain(self._io, self._root, error)
         if found.kind == VANISHED:
             self._standing.strict = True
-            self._confirmer.ban(self._standing.packs)
-            self._uncommitted = MemoryIndex()
-            self._durable.clear()
+            self._holdings.doubt_all(self._standing.packs)
         return found
 
     @property
@@ -279,77 +210,21 @@ class StoreWriter:
         views = [_flat(chunk.raw) for chunk in chunks]
         ids = self.encoder.map(_digest, views, sum(map(len, views)))
         puts: list[Put | None] = []
-        fresh: dict[bytes, int] = {}
-        for i, (chunk_id, view) in enumerate(zip(ids, views, strict=True)):
-            put = self._unflushed.get(chunk_id) or self._stored(chunk_id, view)
+        fresh: dict[bytes, tuple[Chunk, memoryview]] = {}
+        for chunk, chunk_id, view in zip(chunks, ids, views, strict=True):
+            put = self._holdings.find(chunk_id, view)
             puts.append(put)
             if put is None:
-                fresh.setdefault(chunk_id, i)
-        made = self._by_recipe(chunks, views, fresh)
-        others = {chunk_id: i for chunk_id, i in fresh.items() if chunk_id not in made}
-        jobs = [
-            Job(views[i], chunks[i].dtype, chunks[i].stream, self._usable(chunks[i].reference))
-            for i in others.values()
+                fresh.setdefault(chunk_id, (chunk, view))
+        made = self.encoder.encodings(fresh, partial(self._holdings.depth, known={}))
+        written = {
+            chunk_id: self._append(chunk_id, view, made[chunk_id])
+            for chunk_id, (_, view) in fresh.items()
+        }
+        return [  # of equal chunks in one call, the first is the one that was written
+            put or written.pop(chunk_id, None) or self._holdings.unflushed(chunk_id)
+            for chunk_id, put in zip(ids, puts, strict=True)
         ]
-        outcomes = self.encoder.encode(jobs)
-        made.update(zip(others, (outcome.best for outcome in outcomes), strict=True))
-        for chunk_id, i in fresh.items():
-            puts[i] = self._append(chunk_id, views[i], made[chunk_id])
-        return [put or self._unflushed[ids[i]] for i, put in enumerate(puts)]
-
-    def _by_recipe(
-        self, chunks: Sequence[Chunk], views: Sequence[memoryview], fresh: Mapping[bytes, int]
-    ) -> dict[bytes, codecs.Encoded]:
-        """Encodings of those chunks of which a recipe holds, by id."""
-        policy = self.encoder.policy
-        made: dict[bytes, codecs.Encoded] = {}
-        work: dict[bytes, Attempt] = {}
-        depths: dict[bytes, int] = {}
-        for chunk_id, i in fresh.items():
-            chunk, raw = chunks[i], views[i]
-            for recipe in chunk.recipes:
-                if isinstance(recipe, Same):
-                    same = recipe.id == chunk_id
-                    if same and self._depth(recipe.encoded.refs, depths) <= MAX_DEPTH:
-                        made[chunk_id] = recipe.encoded
-                elif self._depth(recipe.refs, depths) <= recipe.depth:
-                    limit = policy.expected(chunk.stream) * len(raw)
-                    if limit:
-                        work[chunk_id] = Attempt(raw, recipe, policy.entropy, limit)
-                if chunk_id in made or chunk_id in work:
-                    break
-        attempts = list(work.values())
-        coded = self.encoder.map(attempt, attempts, sum(len(item.raw) for item in attempts))
-        for chunk_id, result in zip(work, coded, strict=True):
-            if result.encoded is not None:
-                made[chunk_id] = result.encoded
-            learned = chunks[fresh[chunk_id]].learned
-            if learned is not None:
-                learned(result)
-        return made
-
-    def _depth(self, refs: tuple[bytes, ...], known: dict[bytes, int]) -> int:
-        """How deep a record's references go; more than is allowed when one is not there."""
-        deepest = 0
-        for ref in refs:
-            depth = known.get(ref)
-            if depth is None:
-                known[ref] = depth = 2 * MAX_DEPTH  # stays for what goes round in a circle
-                held = self._held(ref)
-                if held is not None:
-                    known[ref] = depth = self._depth(held[1], known)
-            deepest = max(deepest, 1 + depth)
-        return deepest
-
-    def content(self, chunk_id: bytes) -> memoryview | None:
-        """A chunk that the store holds, decoded and not yet proved; None when it cannot be had."""
-        location = self._place(chunk_id)
-        if location is None or self._confirmer.find(chunk_id) is None:
-            return None
-        try:
-            return memoryview(self._confirmer.content(chunk_id, location))
-        except (OSError, DeltackptError):
-            return None
 
     def put_encoded(self, chunk_id: bytes, raw: memoryview, encoded: codecs.Encoded) -> Put:
         """Store a chunk in this form, also when the store holds it already.
@@ -375,126 +250,29 @@ class StoreWriter:
         self.encoder.next_save(state_bytes)
 
     def hurry(self) -> None:
-        """The caller falls behind: encode less, if that is what takes the time and not the disk.
-
-        Goes down one step at a time (no zstd, then no encoding), and no further than where writing
-        the larger blobs would take longer than encoding does now. `ease` goes back a step.
-        """
-        encoder, policy = self.encoder, self.encoder.policy
-        seconds, raw, busy, written = self._pace
-        self._pace = pace = encoder.seconds, encoder.raw_bytes, self._thread.busy_seconds, self._out
-        taken, stored = pace[1] - raw, pace[3] - written
-        if not taken or policy.hurry >= MAX_HURRY:
-            return
-        encoding = (pace[0] - seconds) / taken
-        writing = (pace[2] - busy) / max(stored, 1)
-        share = stored / taken if policy.hurry == 0 else 1.0
-        if encoding > writing * share:
-            policy.hurry += 1
+        """The caller falls behind: encode less, if encoding is what takes the time."""
+        self.encoder.hurry(self._output.busy_seconds, self._output.handed_out)
 
     def ease(self) -> None:
         """The caller keeps up: take a step back from what `hurry` gave up."""
-        self.encoder.policy.hurry = max(0, self.encoder.policy.hurry - 1)
+        self.encoder.ease()
 
-    def _usable(self, reference: bytes | None) -> tuple[bytes, Location] | None:
-        if reference is None:
-            return None
-        location = self.encoder.references.locate(reference)
-        return None if location is None else (reference, location)
-
-    def _append(self, chunk_id: bytes, view: memoryview, encoded: codecs.Encoded) -> Put:
-        size = len(view)
-        self._rely(self._packs_of(encoded.refs))
-        if not encoded.refs:
-            self.encoder.stored_by_itself(chunk_id, view)
-        pack = self._open or self._new_pack()
-        builder = pack.builder
-        self._relied.add(builder.name)
-        written = builder.add(chunk_id, size, encoded)
-        self._unflushed[chunk_id] = Put(chunk_id, builder.name, 0, encoded.codec, encoded.refs)
-        if builder.pending >= BATCH_BYTES:
-            self._submit_batch(pack)
-        if builder.size >= self._pack_bytes:
-            self._finish_pack(pack)
-        return Put(chunk_id, builder.name, written, encoded.codec, encoded.refs)
-
-    def _stored(self, chunk_id: bytes, raw: memoryview) -> Put | None:
-        location = self._place(chunk_id)
-        if location is None:
-            return None
-        if self._verify_dedup and not self._same(chunk_id, raw):
-            return None
-        self._rely((location.pack, *self._packs_of(location.refs)))
-        return Put(chunk_id, location.pack, 0, location.codec, location.refs)
+    def content(self, chunk_id: bytes) -> memoryview | None:
+        """A chunk that the store holds, decoded and not yet proved; None when it cannot be had."""
+        return self._holdings.content(chunk_id)
 
     def packs_of(self, put: Put) -> tuple[str, ...]:
         """All packs that it takes to read the chunk, for a put of which no flush has failed."""
-        return tuple(sorted({put.pack, *self._packs_of(put.refs)})) if put.refs else (put.pack,)
+        return self._holdings.packs_of(put)
 
-    def _held(self, chunk_id: bytes) -> tuple[str, tuple[bytes, ...]] | None:
-        """Pack and references of a chunk that is stored or has been put; None when neither."""
-        put = self._unflushed.get(chunk_id)
-        if put is not None:
-            return put.pack, put.refs
-        location = self._place(chunk_id)
-        return None if location is None else (location.pack, location.refs)
-
-    def _rely(self, packs: Iterable[str]) -> None:
-        for pack in packs:
-            self._relied.add(pack)
-            if pack not in self._durable:
-                self._doubtful.add(pack)
-
-    def _place(self, chunk_id: bytes) -> Location | None:
-        """Where the chunk is stored, whole with what it is coded against; None when it is not."""
-        location = self._uncommitted.get(chunk_id)
-        if location is not None and all(self._place(ref) for ref in location.refs):
-            return location
-        return self._confirmer.find(chunk_id)
-
-    def _packs_of(self, refs: tuple[bytes, ...]) -> Iterable[str]:
-        """Packs of these chunks and of all they need; each chunk is looked at once."""
-        seen: set[bytes] = set()
-        open_ = list(refs)
-        while open_:
-            ref = open_.pop()
-            if ref in seen:
-                continue
-            seen.add(ref)
-            location = self._place(ref)
-            if location is not None:
-                yield location.pack
-                open_ += location.refs
-
-    def _same(self, chunk_id: bytes, raw: memoryview) -> bool:
-        location = self._confirmer.find(chunk_id)
-        if location is None:
-            return True  # stored by this very writer a moment ago
-        try:
-            return memoryview(self._confirmer.content(chunk_id, location)) == raw
-        except (OSError, DeltackptError):
-            self._confirmer.forget(chunk_id)
-            self._index.drop_pack(location.pack)
-            return False
-
-    def _new_pack(self) -> _Pack:
-        self._seq += 1
-        builder = PackBuilder(self._uuid, self.writer, self._seq)
-        self._open = _Pack(builder, PackFile(self._io, pack_path(self._root, builder.name)))
-        return self._open
-
-    def _submit_batch(self, pack: _Pack) -> None:
-        batch = pack.builder.take()
-        self._out += batch.size
-        self._thread.submit(partial(pack.file.write, batch))
-
-    def _finish_pack(self, pack: _Pack) -> None:
-        if pack.builder.pending:
-            self._submit_batch(pack)
-        self._thread.submit(partial(pack.file.write, pack.builder.take_footer()))
-        self._thread.submit(pack.file.seal)
-        self._sealed.append(pack)
-        self._open = None
+    def _append(self, chunk_id: bytes, view: memoryview, encoded: codecs.Encoded) -> Put:
+        self._holdings.rely_on(encoded.refs)
+        if not encoded.refs:
+            self.encoder.stored_by_itself(chunk_id, view)
+        pack, written = self._output.add(chunk_id, len(view), encoded)
+        put = Put(chunk_id, pack, written, encoded.codec, encoded.refs)
+        self._holdings.add(put)
+        return put
 
     def flush(self) -> list[str]:
         """Make every blob put so far durable and its pack published; return the new pack names.
@@ -504,31 +282,19 @@ class StoreWriter:
         """
         self._check()
         try:
-            if self._open is not None:
-                self._finish_pack(self._open)
-            self._thread.drain()
-            if self._sealed and not self._standing.leased:
+            self._output.finish()
+            if self._output.unpublished and not self._standing.leased:
                 check_there(self._io, self._root, self._uuid)
-            packs, self._sealed = self._sealed, []
-            for i, pack in enumerate(packs):
-                try:
-                    pack.file.publish()
-                except DeltackptError:
-                    self._sealed = packs[i:]
-                    raise
-            names = [p.builder.name for p in packs]
-            relied = self._doubtful.union(names)
+            packs = self._output.publish()
+            names = [name for name, _ in packs]
+            relied = self._holdings.doubtful.union(names)
             for directory in sorted({os.path.dirname(pack_path(self._root, n)) for n in relied}):
                 sync_directory(self._io, directory)
         except DeltackptError as error:
             self._failed = self.explain(error)
             self._drop_unflushed()
             raise self._failed from error
-        self._durable |= relied
-        self._doubtful = set()
-        self._unflushed = {}
-        for pack in packs:
-            self._uncommitted.add_pack(pack.builder.name, pack.builder.entries())
+        self._holdings.flushed(packs)
         return names
 
     def abort(self) -> None:
@@ -538,14 +304,8 @@ class StoreWriter:
         self._failed = None
 
     def _drop_unflushed(self) -> None:
-        self._thread.reset()
-        for pack in self._sealed:
-            pack.file.discard()
-        if self._open is not None:
-            self._open.file.discard()
-        self._sealed, self._open = [], None
-        self._unflushed = {}
-        self._doubtful = set()
+        self._output.drop()
+        self._holdings.drop_unflushed()
 
     # manifests and commits -----------------------------------------------------------------
 
@@ -627,26 +387,17 @@ class StoreWriter:
         except StateError:
             self.heed()
             raise
-        self._relied.clear()
         self._named.clear()
-        self._index_committed()
+        self._holdings.committed()
         return msgspec.structs.replace(record, digest=data[-32:])
-
-    def _index_committed(self) -> None:
-        fresh, self._uncommitted = self._uncommitted, MemoryIndex()
-        packs = [(name, fresh.entries(name)) for name in sorted(fresh.packs())]
-        if packs:
-            self._index.add_packs([(name, entries) for name, entries in packs if entries])
 
     def _highest(self, directory: str) -> int:
         try:
-            names = self._io.list(directory)
+            return highest_number(self._io.list(directory))
         except FileNotFoundError:
             return 0
         except OSError as error:
             raise storage_error(error, "list", directory) from error
-        numbers = (parse_number(name.removesuffix(RETIRED_SUFFIX)) for name in names)
-        return max((n for n in numbers if n is not None), default=0)
 
     def _io_exists(self, path: str) -> bool:
         try:
@@ -655,40 +406,22 @@ class StoreWriter:
             raise storage_error(error, "look for", path) from error
 
     def _publish(self, path: str, data: bytes, doing: str) -> bool:
-        """Create `path` durably; False when it exists with other content.
-
-        An existing file with exactly these bytes counts as created: over a network the answer to
-        a creation may be lost and the call repeated.
-        """
+        """Create `path` durably; False when it exists with other content (see `publish_once`)."""
         try:
-            make_directory(self._io, os.path.dirname(path))
-            while True:
-                try:
-                    publish_bytes(self._io, path, data)
-                    return True
-                except FileExistsError:
-                    if not self._io.exists(path):
-                        continue  # collected in this very moment
-                if read_file(self._io, path, max(len(data), 1 << 30)) != data:
-                    return False
-                self._io.sync_directory(os.path.dirname(path))
-                return True
+            return publish_once(self._io, path, data)
         except OSError as error:
             raise self.explain(storage_error(error, doing, path)) from error
 
     # state ---------------------------------------------------------------------------------
 
     def _check_flushed(self, packs: Iterable[str]) -> None:
-        unflushed = {p.builder.name for p in self._sealed}
-        if self._open is not None:
-            unflushed.add(self._open.builder.name)
-        if not unflushed.isdisjoint(packs):
+        if not self._output.unpublished.isdisjoint(packs):
             raise StateError("the packs named are not durable yet", hint="flush() first")
 
     def _check(self) -> None:
         self._check_process()
-        if self._failed is None and self._thread.error is not None:
-            error = self._thread.error
+        if self._failed is None and self._output.error is not None:
+            error = self._output.error
             if not isinstance(error, DeltackptError):
                 error = StateError(f"writing packs failed: {type(error).__name__}: {error}")
             self._failed = error
@@ -709,8 +442,7 @@ class StoreWriter:
         """Drop what is not flushed and end the thread. The index given stays open."""
         if self._closed or os.getpid() != self._pid:
             return
-        self._drop_unflushed()
-        self._thread.stop()
+        self._output.close()
         self.encoder.close()
         self._confirmer.close()
         self._standing.close()

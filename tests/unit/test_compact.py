@@ -26,7 +26,7 @@ from authors import (
     words_in,
 )
 from coded import Blob, rounded_blob, write_pack
-from deltackpt_store import codecs, compact_plan, compact_run, compact_write, proof, store_writer
+from deltackpt_store import codecs, compact_plan, compact_run, compact_write, pack_output, proof
 from deltackpt_store.client import WriterClient
 from deltackpt_store.compact import CompactReport, compact
 from deltackpt_store.errors import (
@@ -693,7 +693,7 @@ def test_memory_does_not_grow_with_the_state(
     store: Store, new: New, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compact_write, "BATCH_BYTES", 1 << 20)
-    monkeypatch.setattr(store_writer, "BATCH_BYTES", 1 << 20)
+    monkeypatch.setattr(pack_output, "BATCH_BYTES", 1 << 20)
     monkeypatch.setattr(proof, "_BATCH_BYTES", 1 << 20)
     piece = 1 << 18
     chunks = [np.random.default_rng(i).bytes(piece) for i in range(4)]

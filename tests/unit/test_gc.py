@@ -26,6 +26,7 @@ from authors import (
     words_in,
 )
 from deltackpt_store import leases, reserve
+from deltackpt_store.catalogue import Catalogue
 from deltackpt_store.codecs import Encoded
 from deltackpt_store.errors import (
     ConflictError,
@@ -39,7 +40,7 @@ from deltackpt_store.gc import collect
 from deltackpt_store.generation import newest_number, read_generation
 from deltackpt_store.index import MemoryIndex
 from deltackpt_store.leases import Lease, hold
-from deltackpt_store.mark import Catalogue, mark
+from deltackpt_store.mark import mark
 from deltackpt_store.names import number_name, pack_path
 from deltackpt_store.pack_writer import PackWriter
 from deltackpt_store.protocol import Abort, NeedSlots
@@ -511,7 +512,7 @@ def test_moved_chunks_are_found_in_their_new_place(
     session.save(1, ["a", "b", "c"])
     old = set(store.packs.names())
     copier = new("copier", "other")
-    copier.writer._index = MemoryIndex()  # pyright: ignore[reportPrivateUsage] - knows of no copy
+    copier.writer._holdings._index = MemoryIndex()  # pyright: ignore[reportPrivateUsage] - knows of no copy
     copier.writer._confirmer._index = MemoryIndex()  # pyright: ignore[reportPrivateUsage]
     copier.save(1, ["a", "b", "c"])
     copier.close()

@@ -87,8 +87,8 @@ def test_a_slow_disk_is_no_reason_to_write_more(writer: StoreWriter) -> None:
     """Giving up ratio when the disk is the bottleneck would make everything later."""
     writer.encoder.seconds += 1.0
     writer.encoder.raw_bytes += 1_000_000
-    writer._thread.busy_seconds += 3.0
-    writer._out += 500_000
+    writer._output._thread.busy_seconds += 3.0
+    writer._output.handed_out += 500_000
     writer.hurry()
     assert writer.encoder.policy.hurry == 0
 

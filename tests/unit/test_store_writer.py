@@ -590,7 +590,7 @@ def test_large_blobs_leave_memory_while_the_pack_grows(store: Store) -> None:
     with StoreWriter(store, pack_bytes=1 << 30) as writer:
         for _ in range(24):
             writer.put(blob(1 << 20))
-        writer._thread.drain()  # pyright: ignore[reportPrivateUsage]
+        writer._output._thread.drain()  # pyright: ignore[reportPrivateUsage]
         assert sum(c[0] == "write" for c in recorder(store).calls) >= 2
         writer.abort()
     assert temporaries(store) == []
@@ -730,7 +730,7 @@ def test_a_failure_in_the_background_reaches_the_next_put(store: Store) -> None:
         io.counting, io.fail_at, io.persistent = True, 0, True
         writer.put(blob(2000))
         with pytest.raises(StorageError):  # the thread is drained: the error is there
-            writer._thread.drain()  # pyright: ignore[reportPrivateUsage]
+            writer._output._thread.drain()  # pyright: ignore[reportPrivateUsage]
         with pytest.raises(StorageError):
             writer.put(blob(10))
         io.counting = False

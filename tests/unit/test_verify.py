@@ -375,7 +375,7 @@ def collected(tmp_path: Path) -> Iterator[SmallStore]:
     """Retired and collected: the base of step 3 names packs that are gone, and there is a record
     that is coded against a chunk of them."""
     small = SmallStore(tmp_path / "store")
-    small.writer._pack_bytes = 1  # a pack for each chunk
+    small.writer._output.pack_bytes = 1  # a pack for each chunk
     commits = three_steps(small)
     dead = small.store.snapshot(commits[0]).chunks[2][0].tobytes()
     alive = small.store.snapshot(commits[2]).chunks[0][0].tobytes()
