@@ -29,11 +29,12 @@ from .guard import Guard, has_optimizer
 from .keys import KeyMap
 from .lifecycle import SaveSignals
 from .options import CHUNK_BYTES, check_metrics, check_options, check_step
-from .pipeline import MAX_IN_FLIGHT, Request, SavePipeline
+from .pipeline import MAX_IN_FLIGHT, SavePipeline
 from .policy import Due, DueFunction, Every, Keep, OnBusy, OnError, check_seconds
 from .remarks import environment, warn_of_missing_parameters
 from .report import Save, SaveProgress, SaveReport, refuse_waiting
 from .restore import Restored, restore_and_hold
+from .save_task import Request
 from .steporder import StepOrder
 
 _log = logging.getLogger("deltackpt")
@@ -206,7 +207,7 @@ class Checkpointer:
                 self._raise_failure(torn=False)
                 return self._step(number, metrics)
             try:
-                failure = self._pipeline.take_error(torn=False)
+                failure = self._pipeline.failures.take(torn=False)
                 if failure is not None:
                     _log.warning("training goes on although a save failed: %s", failure)
                 return self._step(number, metrics)
@@ -224,7 +225,7 @@ class Checkpointer:
         save.
         """
         self._calls.check_open()
-        if self._signals.pending or self._deferred or self._pipeline.torn:
+        if self._signals.pending or self._deferred or self._pipeline.failures.torn:
             return True
         return step is not None and self._due.is_due(check_step(step))
 
@@ -254,7 +255,7 @@ class Checkpointer:
         due = self._due.is_due(step)
         self._newest_step = step
         must = self._signals.pending
-        if due or must or self._deferred or self._pipeline.torn:
+        if due or must or self._deferred or self._pipeline.failures.torn:
             return self._save(step, metrics, must=must)
         self._due.seen(step, started=False)
         return None
@@ -288,7 +289,7 @@ class Checkpointer:
             pool=self._pool,
             copied=self._pipeline.restless.paths if overlap else (),
         )
-        if captured.signs and not self._pipeline.comparable:
+        if captured.signs and not self._pipeline.failures.comparable:
             overlap = False  # nothing could prove that what ought to be still has been so
         if not self._warned and (previous is None or previous.layout is not captured.layout):
             self._warned = warn_of_missing_parameters(captured)
@@ -314,7 +315,7 @@ class Checkpointer:
         return (
             self._options.overlap
             and self._guard.seen
-            and not self._pipeline.torn
+            and not self._pipeline.failures.torn
             and self._pipeline.restless.overlap
             and has_optimizer(self._state)
         )
@@ -365,7 +366,7 @@ class Checkpointer:
                     rng=self._options.rng, threads=None,
                 )  # fmt: skip
             except NotFoundError as error:
-                failure = self._pipeline.take_error()
+                failure = self._pipeline.failures.take()
                 if failure is None:
                     raise
                 raise error from failure
@@ -438,7 +439,7 @@ class Checkpointer:
                 failure = error
             finally:
                 self._release()
-            failure = failure or self._pipeline.take_error()
+            failure = failure or self._pipeline.failures.take()
         if failure is not None:
             raise failure
 
@@ -463,7 +464,7 @@ class Checkpointer:
             self._wait_idle(None)
         finally:
             self._release()
-        failure = self._pipeline.take_error()
+        failure = self._pipeline.failures.take()
         if failure is not None:
             _log.error("a save failed, too, before the exception: %s", failure)
 
@@ -471,7 +472,7 @@ class Checkpointer:
         newest = self._newest_step
         if not self._options.final or newest is None or newest == self._saved_step:
             return
-        failure = self._pipeline.take_error(torn=False)
+        failure = self._pipeline.failures.take(torn=False)
         if failure is not None:
             _log.warning("saving the last step although an earlier save failed: %s", failure)
         try:
@@ -484,7 +485,7 @@ class Checkpointer:
 
     def _save_torn(self) -> None:
         """Make up for a last save that was torn, where the loop tells its steps."""
-        if self._options.final and self._newest_step is not None and self._pipeline.torn:
+        if self._options.final and self._newest_step is not None and self._pipeline.failures.torn:
             self._save(self._newest_step, None, must=True)
             self._wait_idle(None)
 
@@ -508,7 +509,7 @@ class Checkpointer:
             )
 
     def _raise_failure(self, *, torn: bool = True) -> None:
-        failure = self._pipeline.take_error(torn=torn)
+        failure = self._pipeline.failures.take(torn=torn)
         if failure is not None:
             raise failure
 

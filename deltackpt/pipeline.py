@@ -16,7 +16,6 @@ Lock order: `_condition` is taken before anything inside the writer client.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import queue
 import secrets
@@ -24,7 +23,6 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import msgspec
 from deltackpt_store.client import Outcome, WriterClient
@@ -39,55 +37,21 @@ from .adam import AdamStates
 from .baseline import Baseline, Baselines, proven_table
 from .capture import Capture
 from .cuda.split import SplitStager
+from .failures import Failures
 from .options import Options
 from .outcome import report_of, timed_out, typed_error
 from .report import SaveProgress, SaveReport, in_background
 from .restless import Restless, is_torn
-from .stage import Job, Stager, Staging, versions_of, with_copies
+from .save_task import Request, Task
+from .stage import Job, Stager, versions_of, with_copies
 from .steporder import StepOrder
-from .witness import Notary, Witness
+from .witness import Notary
 from .writerlink import WriterLink
 
 _log = logging.getLogger("deltackpt")
 
 MAX_IN_FLIGHT = 2
 _EXIT_SECONDS = 60.0
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """What the training thread hands over besides the captured state."""
-
-    step: int
-    metrics: dict[str, float]
-    environment: bytes
-    overwrite: bool
-    overlap: bool
-    """Whether training goes on while live tensors are read."""
-    skipped: int
-    """Saves that were dropped since the last accepted one."""
-
-
-@dataclasses.dataclass(slots=True, eq=False)
-class _Task:
-    """Something the staging thread does with a capture, until the task ends.
-
-    It is a save, or (`restored`) the preparation of the change table after a restore.
-    """
-
-    progress: SaveProgress
-    deadline: float
-    capture: Capture
-    request: Request | None = None
-    restored: Commit | None = None
-    versions: dict[int, int] = dataclasses.field(default_factory=dict[int, int])
-    marks: Any = None
-    witness: Witness | None = None
-    taken: bool = False
-    client: WriterClient | None = None
-    save: int = 0
-    names_parent: bool = False
-    staging: Staging | None = None
 
 
 class SavePipeline:
@@ -114,8 +78,7 @@ class SavePipeline:
             on_retired=self._on_retired,
         )  # fmt: skip
         self._condition = threading.Condition()
-        self._tasks: list[_Task] = []  # accepted and not ended, in order
-        self._errors: dict[int, DeltackptError] = {}  # id of progress -> not yet delivered
+        self._tasks: list[Task] = []  # accepted and not ended, in order
         self._baselines = Baselines()
         self._layout: tuple[Layout, bytes] | None = None
         self._adam: AdamStates | None = None
@@ -124,13 +87,9 @@ class SavePipeline:
         self._threads: list[threading.Thread] = []
         self.last: SaveReport | None = None
         """The newest durable save."""
-        self._newest: SaveProgress | None = None  # accepted last
         self._held: Hold | None = None
         self.restless = Restless()
-        self.torn = False
-        """A save was torn, and none has been accepted since."""
-        self.comparable = False
-        """Saves have been accepted, and none failed since: they tell what has not changed."""
+        self.failures = Failures(self._condition)
 
     # training thread -------------------------------------------------------------------------
 
@@ -160,16 +119,14 @@ class SavePipeline:
 
     def submit(self, request: Request, capture: Capture, started: float) -> SaveProgress:
         """Accept a save; returns at once. The caller has seen to it that there is room."""
-        progress = SaveProgress(self._options.run, request.step, self._delivered, started)
+        progress = SaveProgress(self._options.run, request.step, self.failures.told, started)
         progress.owner = self
-        task = _Task(progress, self._deadline(), capture, request)
+        task = Task(progress, self._deadline(), capture, request)
         task.versions = versions_of(capture.sources)
         task.marks = self._stager.mark(capture.sources)
         if request.overlap:
             task.witness = self._notary.note(capture.layout, capture.sources)
-        with self._condition:
-            self._newest, self.comparable = progress, True
-            self._forget_torn()
+        self.failures.accepted(progress)
         progress.captured()
         self._accept(task)
         return progress
@@ -181,13 +138,14 @@ class SavePipeline:
         the background, so that the next save stages only what training changed.
         """
         with self._condition:
-            self.comparable = False
-            self._forget_torn()
+            self.failures.restored()
             self._baselines.restored(commit)
             self._order.restored(commit)
         if capture is not None:
-            progress = SaveProgress(commit.run, commit.step, self._delivered, time.perf_counter())
-            task = _Task(progress, self._deadline(), capture, restored=commit)
+            progress = SaveProgress(
+                commit.run, commit.step, self.failures.told, time.perf_counter()
+            )
+            task = Task(progress, self._deadline(), capture, restored=commit)
             task.marks = self._stager.mark(capture.sources)
             self._accept(task)
 
@@ -216,19 +174,6 @@ class SavePipeline:
         with self._condition:
             return self._condition.wait_for(lambda: not self._tasks, timeout)
 
-    def take_error(self, *, torn: bool = True) -> DeltackptError | None:
-        """The oldest failure that nobody was told yet; later ones count as told with it.
-
-        Without `torn`, not that of a torn save, for which the next one makes up.
-        """
-        if not self._errors:
-            return None
-        with self._condition:
-            errors = [error for error in self._errors.values() if torn or not is_torn(error)]
-            if errors:
-                self._errors.clear()
-        return errors[0] if errors else None
-
     def close(self, timeout: float) -> None:
         """End the threads and the writer once all is done; gives up waiting after `timeout`."""
         deadline = time.monotonic() + timeout
@@ -250,7 +195,7 @@ class SavePipeline:
         for step in self.in_flight:
             _log.warning("step %d was not durable when the interpreter ended", step)
 
-    def _accept(self, task: _Task) -> None:
+    def _accept(self, task: Task) -> None:
         if not self._threads:
             self._start_threads()
         with self._condition:
@@ -296,8 +241,8 @@ class SavePipeline:
             self._stager.close()
             self._actions.put(None)
 
-    def _next_task(self) -> _Task | None:
-        def first() -> _Task | None:
+    def _next_task(self) -> Task | None:
+        def first() -> Task | None:
             return next((task for task in self._tasks if not task.taken), None)
 
         with self._condition:
@@ -307,7 +252,7 @@ class SavePipeline:
                 task.taken = True
             return task
 
-    def _prepare_baseline(self, task: _Task, commit: Commit) -> None:
+    def _prepare_baseline(self, task: Task, commit: Commit) -> None:
         capture = task.capture
         try:
             chunks = self._stager.hash_all(capture.layout, capture.sources, task.marks)
@@ -320,7 +265,7 @@ class SavePipeline:
             capture.release()
             self._end(task)
 
-    def _stage(self, task: _Task) -> None:
+    def _stage(self, task: Task) -> None:
         assert task.request is not None
         try:
             if not task.progress.is_done:
@@ -334,7 +279,7 @@ class SavePipeline:
             task.capture.release()
             task.versions.clear()
 
-    def _hand_over(self, task: _Task, request: Request) -> None:
+    def _hand_over(self, task: Task, request: Request) -> None:
         progress, capture = task.progress, task.capture
         client = self._link.get(capture.state_bytes)
         if not client.wait_room(max(0.0, task.deadline - time.monotonic())):
@@ -371,7 +316,7 @@ class SavePipeline:
             },
         )  # fmt: skip
 
-    def _begin(self, task: _Task, request: Request, client: WriterClient) -> Baseline:
+    def _begin(self, task: Task, request: Request, client: WriterClient) -> Baseline:
         """Open the save at the writer; returns what it is relative to."""
         if self._layout is None or self._layout[0] is not task.capture.layout:
             self._layout = (task.capture.layout, msgspec.msgpack.encode(task.capture.layout))
@@ -454,7 +399,7 @@ class SavePipeline:
 
     # any thread ------------------------------------------------------------------------------
 
-    def _give_up(self, task: _Task) -> None:
+    def _give_up(self, task: Task) -> None:
         """End an overdue task, and the writer that does not get on with it."""
         if task.progress.is_done:
             return
@@ -466,18 +411,13 @@ class SavePipeline:
                 self._link.end_stuck(task.client)
         self._end(task)
 
-    def _fail(self, task: _Task, error: DeltackptError) -> None:
+    def _fail(self, task: Task, error: DeltackptError) -> None:
         """End a save as failed, once."""
         with self._condition:
             if not task.progress.fail(error):
                 return
-            if not is_torn(error):
-                self._errors[id(task.progress)] = error
-            elif self._newest is task.progress:  # else a later one has made up for it
-                self._errors[id(task.progress)] = error
-                self.torn = True
+            self.failures.failed(task.progress, error)
             self._baselines.failed()
-            self.comparable = False
         error.context.setdefault("step", task.progress.step)
         error.context.setdefault("run", task.progress.run)
         if is_torn(error):
@@ -487,22 +427,12 @@ class SavePipeline:
         self._observers(events.Failed(task.progress.run, task.progress.step, error))
         self._end(task)
 
-    def _end(self, task: _Task) -> None:
+    def _end(self, task: Task) -> None:
         task.progress.mark_unlocked()
         with self._condition:
             if task in self._tasks:
                 self._tasks.remove(task)
             self._condition.notify_all()
-
-    def _forget_torn(self) -> None:
-        """What was torn is made up for, or of no interest any more. Under the condition."""
-        self.torn = False
-        for key in [key for key, error in self._errors.items() if is_torn(error)]:
-            del self._errors[key]
-
-    def _delivered(self, progress: SaveProgress) -> None:
-        with self._condition:
-            self._errors.pop(id(progress), None)
 
 
 def _nothing() -> None:

@@ -389,7 +389,7 @@ def test_memory_does_not_grow_with_saves(path: Path, opened: Opener) -> None:
             before = resident()
     assert resident() - before < 40 * (1 << 20) // 4
     assert not ckpt._pipeline._tasks
-    assert not ckpt._pipeline._errors
+    assert not ckpt._pipeline.failures._untold
 
 
 def test_thousands_of_tiny_tensors_are_few_messages_and_files(path: Path, opened: Opener) -> None:
@@ -676,7 +676,7 @@ def test_storage_that_hangs_fails_the_save_in_time_and_names_it(path: Path, open
         go_on()
     assert caught.value.kind == "timeout"
     ckpt._pipeline.wait_idle(60)
-    ckpt._pipeline.take_error()
+    ckpt._pipeline.failures.take()
     ckpt._pipeline._options = _with_timeout(ckpt, 60.0)
     training.step()
     ckpt.save(4).result(60)

@@ -52,7 +52,7 @@ def test_a_disk_that_hangs_and_comes_back(
     assert time.monotonic() - begun < 30, "no call blocks much longer than durable_timeout"
     gate.open()
     ckpt._pipeline.wait_idle(60)
-    ckpt._pipeline.take_error()
+    ckpt._pipeline.failures.take()
     set_timeout(ckpt, 60.0)
     training.step()
     ckpt.save(2).result(60)

@@ -1,0 +1,53 @@
+"""What the training thread hands to the staging thread, and what becomes known of it on the way."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from deltackpt_store.client import WriterClient
+from deltackpt_store.manifest import Commit
+
+from .capture import Capture
+from .report import SaveProgress
+from .stage import Staging
+from .witness import Witness
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What the training thread hands over besides the captured state."""
+
+    step: int
+    metrics: dict[str, float]
+    environment: bytes
+    overwrite: bool
+    overlap: bool
+    """Whether training goes on while live tensors are read."""
+    skipped: int
+    """Saves that were dropped since the last accepted one."""
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Task:
+    """Something the staging thread does with a capture, until the task ends.
+
+    It is a save, or (`restored`) the preparation of the change table after a restore.
+    """
+
+    progress: SaveProgress
+    deadline: float
+    """In `time.monotonic` seconds."""
+    capture: Capture
+    request: Request | None = None
+    restored: Commit | None = None
+    versions: dict[int, int] = dataclasses.field(default_factory=dict[int, int])
+    marks: Any = None
+    witness: Witness | None = None
+    taken: bool = False
+    """The staging thread has begun."""
+    client: WriterClient | None = None
+    save: int = 0
+    """The writer's number for it."""
+    names_parent: bool = False
+    staging: Staging | None = None
