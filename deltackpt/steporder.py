@@ -25,10 +25,12 @@ class StepOrder:
         self._known = False
         self._newest: int | None = None
         self._went_back = False  # to a restored step, after which nothing has been saved
+        self._told: set[int] = set()  # steps that a warning has named as left
 
     def committed(self, step: int) -> None:
         """`step` is durable: the next save continues it."""
         self._newest, self._known = step, True
+        self._told.discard(step)
 
     def restored(self, commit: Commit) -> None:
         """The next save continues `commit`; the steps of another run forbid nothing."""
@@ -39,8 +41,11 @@ class StepOrder:
         """Say which steps of the run a save of `step` takes off its list, if any.
 
         Those after a restored step when training goes on from there, and those after a step that is
-        overwritten. They can still be asked for by number, as long as retention leaves them.
+        overwritten, by this checkpointer or by an earlier one. They can still be asked for by
+        number, until a later step has the same one, as long as retention leaves them.
         """
+        with contextlib.suppress(DeltackptError):  # the save will say what is wrong
+            self._learn()
         newest, back = self._newest, self._went_back
         self._went_back = False
         if not back and (newest is None or step > newest):
@@ -48,21 +53,24 @@ class StepOrder:
         last = -1 if newest is None else newest
         kept = min(last, step - 1) if back else step - 1
         try:
-            left = [s for s in self._store.steps(self._run) if s > kept and s != step]
+            left = [s for s in self._store.steps(self._run) if s > kept and s != step
+                    and s not in self._told]  # fmt: skip
         except DeltackptError:  # there is none, or the save will say what is wrong
             return
         if left:
+            self._told.update(left)
             _log.warning(
-                "saving step %d of run %r leaves its steps %s: they are not listed any more",
+                "saving step %d of run %r leaves its steps %s: the run goes on without them, and"
+                " steps() does not list them any more; restore(step=%d), load(store, %r, %d) and"
+                " '%s@%d' on the command line still find one, until retention (keep=) takes it or"
+                " a later save has its number; 'deltackpt pin' keeps one",
                 step, self._run, ", ".join(map(str, left)),
+                left[-1], self._run, left[-1], self._run, left[-1],
             )  # fmt: skip
 
     def check(self, step: int, in_flight: Sequence[int]) -> None:
         """Raise `ConflictError` when `step` does not come after what it would continue."""
-        if not self._known:
-            with contextlib.suppress(NotFoundError):
-                self._newest = self._store.head(self._run).step
-            self._known = True
+        self._learn()
         if in_flight:
             newest, what = max(in_flight), "is being saved already"
         else:
@@ -71,9 +79,16 @@ class StepOrder:
             raise ConflictError(
                 f"step {step} cannot be saved: step {newest} {what}",
                 kind="step-exists",
-                hint="restore() first to continue the run, choose another run=, or pass"
-                " overwrite=True",
+                hint="restore() first to continue the run, or choose another run=; overwrite=True"
+                " goes back to this step, and the later ones leave the run's list",
                 step=step,
                 newest=newest,
                 run=self._run,
             )
+
+    def _learn(self) -> None:
+        """What an earlier checkpointer left as the newest step of the run; read once."""
+        if not self._known:
+            with contextlib.suppress(NotFoundError):
+                self._newest = self._store.head(self._run).step
+            self._known = True

@@ -1,0 +1,82 @@
+"""Saves that go back to an earlier step: which steps they leave is said, and how to get them."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+from deltackpt_store.errors import ConflictError
+from deltackpt_tools.cli import cli
+from saving import saved, steps
+
+import deltackpt
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    where = tmp_path / "store"
+    state = {"x": torch.zeros(4)}
+    with deltackpt.Checkpointer(where, state, writer="thread") as ckpt:
+        for step in range(5):
+            state["x"].fill_(step)
+            ckpt.save(step)
+    return where
+
+
+def _left(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.message for r in caplog.records if "leaves its steps" in r.message]
+
+
+def test_overwriting_without_a_restore_names_the_steps_it_leaves_and_the_way_back(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Prevents: steps that vanish from a run's list without a word."""
+    state = {"x": torch.full((4,), 9.0)}
+    with (
+        caplog.at_level(logging.WARNING, "deltackpt"),
+        deltackpt.Checkpointer(path, state, writer="thread") as ckpt,
+    ):
+        ckpt.save(2, overwrite=True).result(60)
+        (message,) = _left(caplog)
+        assert "leaves its steps 3, 4:" in message
+        ckpt.save(3).result(60)
+    assert _left(caplog) == [message]  # once, not again by the next one
+    assert steps(path) == [0, 1, 2, 3]
+    # every way back that the message tells is one
+    assert "load(store, 'main', 4)" in message
+    assert torch.equal(saved(path, 4)["x"], torch.full((4,), 4.0))
+    assert "'main@4' on the command line" in message
+    shown = CliRunner().invoke(cli, ["show", str(path), "main@4"])
+    assert shown.exit_code == 0, shown.output
+    assert "restore(step=4)" in message
+    with deltackpt.Checkpointer(path, state, writer="thread") as ckpt:
+        restored = ckpt.restore(step=4)
+    assert restored is not None
+    assert torch.equal(state["x"], torch.full((4,), 4.0))
+
+
+def test_overwriting_the_newest_step_leaves_nothing(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with (
+        caplog.at_level(logging.WARNING, "deltackpt"),
+        deltackpt.Checkpointer(path, {"x": torch.zeros(4)}, writer="thread") as ckpt,
+    ):
+        ckpt.save(4, overwrite=True)
+    assert _left(caplog) == []
+    assert steps(path) == [0, 1, 2, 3, 4]
+
+
+def test_a_forgotten_restore_is_told_to_restore_first(path: Path) -> None:
+    """Prevents: an error whose advice makes the run lose its steps."""
+    with (
+        deltackpt.Checkpointer(path, {"x": torch.zeros(4)}, writer="thread") as ckpt,
+        pytest.raises(ConflictError) as caught,
+    ):
+        ckpt.save(2)
+    hint = str(caught.value.hint)
+    assert hint.startswith("restore() first")
+    assert "the later ones leave the run's list" in hint
