@@ -119,6 +119,7 @@ class MemoryIndex:
         self._recent: dict[int, tuple[int, ...]] = {}  # rows by key, of the first
         self._indexed = 0  # packs of _fresh
         self._live = 0
+        self._dropped = False  # since memory was last given back
 
     # changing ------------------------------------------------------------------------------
 
@@ -148,11 +149,13 @@ class MemoryIndex:
             return
         self._live -= self._starts[number + 1] - self._starts[number]
         self._names[number] = None
+        self._dropped = True
         entries = self._tables.pop(name, None)
         self._kept -= 0 if entries is None else entries.nbytes
 
     def _give_back(self) -> None:
         """Give up the memory of dropped packs when it is worth it; rows get other numbers."""
+        self._dropped = False
         if self._starts[-1] <= 2 * self._live + _SMALL:
             return
         self._merge()
@@ -171,7 +174,8 @@ class MemoryIndex:
 
     def _prepare(self, *, merge: bool = False) -> None:
         """Bring packs added since the last look-up into the dict or into the sorted arrays."""
-        self._give_back()
+        if self._dropped:
+            self._give_back()
         if self._indexed == len(self._fresh) and not (merge and self._fresh):
             return
         if merge or self._starts[-1] - len(self._keys) > _SMALL:

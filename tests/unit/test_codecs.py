@@ -182,6 +182,20 @@ def test_the_layout_of_planes_is_as_documented() -> None:
 # what is gained ----------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("length", [8, 4096, 3 * 65536, 8 * 65536 + 13])
+@pytest.mark.parametrize("changing", range(9))
+@pytest.mark.parametrize("width", [1, 2, 4, 8])
+def test_upper_planes_of_one_value(width: int, changing: int, length: int) -> None:
+    """Small integers leave most planes constant, of zeros or of any other byte."""
+    random_ = random.Random(width * 10 + changing)
+    for upper in (b"\x00", b"\xff", b"\x5a"):
+        element = [random_.randbytes(64) if k < changing else upper * 64 for k in range(width)]
+        period = b"".join(bytes(plane[i] for plane in element) for i in range(64))
+        raw = (period * (length // len(period) + 1))[:length]
+        check_roundtrip(codecs.PLANES, raw, b"", width, "zstd")
+        check_roundtrip(codecs.DELTA, raw, raw[::-1], width, "zstd")
+
+
 def test_small_steps_take_far_less_than_the_state() -> None:
     raw = weights(65536)
     after = moved(raw)

@@ -107,15 +107,33 @@ def join(planes: Sequence[Bytes], out: Elements) -> None:
     """Undo `split` into `out`.
 
     Planes become halves of half the width, and two halves an element, which moves half as many
-    bytes as widening each plane to the full width.
+    bytes as widening each plane to the full width. Upper planes that are constant (of stride 0)
+    are added as one number.
     """
-    if out.itemsize == 1:
-        out[:] = planes[0]
-        return
+    low = _lower(planes)
+    top = sum(int(plane[0]) << 8 * k for k, plane in enumerate(planes) if k >= low)
     for start in range(0, len(out), _JOINED):
         block = out[start : start + _JOINED]
-        stop = start + len(block)
-        _join([plane[start:stop] for plane in planes], block)
+        part = [plane[start : start + len(block)] for plane in planes[:low]]
+        if low == out.itemsize > 1:
+            _join(part, block)
+            continue
+        if low > 1:
+            joined = _rooms.elements(low, len(block), 3)
+            _join(part, joined)
+            np.copyto(block, joined)
+        else:
+            np.copyto(block, part[0])
+        if top:
+            np.bitwise_or(block, out.dtype.type(top), out=block)
+
+
+def _lower(planes: Sequence[Bytes]) -> int:
+    """How many planes (1, 2, 4 or all) hold all that are not constant."""
+    changing = len(planes)
+    while changing > 1 and len(planes[-1]) and not planes[changing - 1].strides[0]:
+        changing -= 1
+    return 1 << (changing - 1).bit_length()
 
 
 def _join(planes: Sequence[Bytes], out: Elements) -> None:

@@ -178,7 +178,8 @@ class Unpacker:
         return self._table[self._at - 1]
 
     def stream(self, size: int) -> Bytes:
-        """The next stream, which has `size` bytes; may be a view of the payload."""
+        """The next stream, which has `size` bytes; may be a view of the payload, and is one byte
+        with a stride of 0 when it is constant."""
         method = self.byte()
         if method not in PER_BYTE:
             return self._plain(method, size)
@@ -195,7 +196,7 @@ class Unpacker:
         if method == CONSTANT:
             if not size:
                 raise damaged("an empty stream has a value")
-            return np.full(size, self.bytes(1)[0], np.uint8)
+            return np.broadcast_to(np.frombuffer(self.bytes(1), np.uint8), size)
         if method not in (LZ4, ZSTD):
             raise damaged(f"method {method} is not one")
         data = self.bytes(self.number())
