@@ -28,7 +28,7 @@ from .extents import BufferPool
 from .guard import Guard, has_optimizer
 from .keys import KeyMap
 from .lifecycle import SaveSignals
-from .options import CHUNK_BYTES, check_metrics, check_options, check_step
+from .options import CHUNK_BYTES, check_metrics, check_options, check_step, note_metrics
 from .pipeline import MAX_IN_FLIGHT, SavePipeline
 from .policy import Due, DueFunction, Every, Keep, OnBusy, OnError, check_seconds
 from .remarks import environment, warn_of_missing_parameters
@@ -127,7 +127,8 @@ class Checkpointer:
         None is no limit, for both.
         `rng`: include the random number generators. `save_on`: signals after which the next `step`
         saves. `threads`: hashing and copying threads, by default the smaller of 4 and the cores.
-        `final`: save the newest step passed to `step` at close, when it was not saved.
+        `final`: save the newest step passed to `step` at close, with its metrics, when it was not
+        saved.
         `mode`: permission bits of a new store. `compact`: compact the store now and then, in a
         process of low priority that ends with this object; "auto" or :class:`Compact`. Its failures
         are logged and told to observers, and touch neither training nor saved steps.
@@ -168,6 +169,7 @@ class Checkpointer:
         self._skipped = 0
         self._deferred = False
         self._newest_step: int | None = None
+        self._newest_metrics: dict[str, Any] = {}
         self._saved_step: int | None = None
         self._warned = False
         self._finalizer = weakref.finalize(self, self._guard.let_go)
@@ -253,7 +255,8 @@ class Checkpointer:
 
     def _step(self, step: int, metrics: Mapping[str, float] | None) -> Save | None:
         due = self._due.is_due(step)
-        self._newest_step = step
+        self._newest_step, self._newest_metrics = step, {}
+        self._newest_metrics = metrics = note_metrics(metrics)
         must = self._signals.pending
         if due or must or self._deferred or self._pipeline.failures.torn:
             return self._save(step, metrics, must=must)
@@ -270,6 +273,8 @@ class Checkpointer:
     ) -> Save:
         started = time.perf_counter()
         step, checked = check_step(step), check_metrics(metrics)
+        if step == self._newest_step and checked:
+            self._newest_metrics = dict(checked)
         if not overwrite:
             self._order.check(step, self._pipeline.in_flight)
         self._order.leave(step)
@@ -422,7 +427,8 @@ class Checkpointer:
         """Save what is left to save, wait until all is durable, end the writer. Idempotent.
 
         With `final`, the newest step passed to :meth:`step` is saved once when it was not saved:
-        it is the state *now* that is saved, so close right after the loop. Raises the first
+        it is the state *now* that is saved, under that step and with the metrics it was passed
+        with, so close right after the loop. Raises the first
         failure that nobody was told yet, after everything has been released.
         """
         self._calls.check_process()
@@ -476,7 +482,7 @@ class Checkpointer:
         if failure is not None:
             _log.warning("saving the last step although an earlier save failed: %s", failure)
         try:
-            self._save(newest, None, must=True)
+            self._save(newest, self._newest_metrics, must=True)
         except DeltackptError as error:
             raise (failure or error) from error
         if failure is not None:
@@ -486,7 +492,7 @@ class Checkpointer:
     def _save_torn(self) -> None:
         """Make up for a last save that was torn, where the loop tells its steps."""
         if self._options.final and self._newest_step is not None and self._pipeline.failures.torn:
-            self._save(self._newest_step, None, must=True)
+            self._save(self._newest_step, self._newest_metrics, must=True)
             self._wait_idle(None)
 
     def _release(self) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal, cast
 
+import torch
 from deltackpt_store.errors import InvalidInputError
 from deltackpt_store.names import check_name
 
@@ -102,23 +103,48 @@ def check_step(step: Any) -> int:
 
 def check_metrics(metrics: Any) -> dict[str, float]:
     """Metrics as plain floats by name; a value that is no number is refused by its name."""
+    return {name: _number(name, value) for name, value in _named(metrics)}
+
+
+def note_metrics(metrics: Any) -> dict[str, Any]:
+    """Metrics to be saved later, perhaps; `check_metrics` makes floats of them.
+
+    Checked as there, but for single elements on a device: they are copied, without waiting for it.
+    """
+    return {
+        name: value.detach().clone() if _on_device(value) else _number(name, value)
+        for name, value in _named(metrics)
+    }
+
+
+def _on_device(value: Any) -> bool:
+    return (
+        isinstance(value, torch.Tensor)
+        and value.device.type not in ("cpu", "meta")
+        and value.numel() == 1
+    )
+
+
+def _named(metrics: Any) -> Iterator[tuple[str, Any]]:
     if metrics is None:
-        return {}
+        return
     if not isinstance(metrics, Mapping):
         raise InvalidInputError(f"metrics must be a mapping, got {metrics!r}", option="metrics")
-    checked: dict[str, float] = {}
     for name, value in cast("Mapping[Any, Any]", metrics).items():
         if not isinstance(name, str):
             raise InvalidInputError(f"metrics: the name {name!r} is no str", option="metrics")
-        try:
-            checked[name] = float(value)
-        except (TypeError, ValueError, OverflowError) as error:
-            raise InvalidInputError(
-                f"metrics: {name!r} is no number: {type(value).__name__}",
-                option="metrics",
-                hint="pass tensor.item() of tensors with one element",
-            ) from error
-    return checked
+        yield name, value
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        return float(value.detach() if isinstance(value, torch.Tensor) else value)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise InvalidInputError(
+            f"metrics: {name!r} is no number: {type(value).__name__}",
+            option="metrics",
+            hint="pass tensor.item() of tensors with one element",
+        ) from error
 
 
 def _choice(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
