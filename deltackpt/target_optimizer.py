@@ -164,7 +164,7 @@ class OptimizerTarget:
             self._before = optimizer.state, optimizer.param_groups
             if not self._ordinary:
                 self._backup = copy.deepcopy(optimizer.state_dict())
-        aligned = self._aligned(state)
+        aligned = self._aligned({"state": {}, **state})  # of no parameter, when none fits
         groups = list(optimizer.param_groups)
         before = optimizer.state
         optimizer.load_state_dict(aligned)

@@ -179,3 +179,34 @@ def test_a_class_of_ones_own_that_lacks_a_hyperparameter_is_refused(tmp_path: Pa
     target = Plain(model.parameters(), sharpness=1.0, flatness=2.0)
     with pytest.raises(MismatchError, match="flatness"):
         back(tmp_path / "s", {"model": model, "optimizer": target})
+
+
+@pytest.mark.parametrize("low_memory", [False, True])
+def test_an_optimizer_none_of_whose_parameters_fits_is_reported(
+    tmp_path: Path, low_memory: bool
+) -> None:
+    """Prevents: a restore that breaks off for an optimizer of which no state can be taken."""
+    model = nn.Linear(8, 8)
+    optimizer = CLASSES["AdamW"](model.parameters())
+    stepped(model.parameters(), optimizer)
+    save(tmp_path / "s", {"model": model, "optimizer": optimizer, "n": 3})
+    target = nn.Linear(8, 9)
+    other = CLASSES["AdamW"](target.parameters())
+    stepped(target.parameters(), other)
+    before = copy.deepcopy((target.state_dict(), other.state_dict()["state"]))
+    state: dict[str, Any] = {"model": target, "optimizer": other, "n": 0}
+    with pytest.raises(MismatchError, match="optimizer/state/0/exp_avg"):
+        restore_into(tmp_path / "s", state, rng=False, low_memory=low_memory)
+    done = restore_into(tmp_path / "s", state, rng=False, strict=False, low_memory=low_memory)
+    assert done is not None
+    assert state["n"] == 3
+    assert {m.path for m in done.mismatched} >= {"model/weight", "optimizer/state/0/exp_avg"}
+    assert not any(path.startswith("optimizer/state") for path in done.loaded)
+    after = (target.state_dict(), other.state_dict()["state"])
+    for old, new in zip(before, after, strict=True):
+        for key, value in old.items():
+            values = value if isinstance(value, dict) else {"": value}
+            for name, tensor in values.items():
+                found = new[key][name] if name else new[key]
+                assert bits(found) == bits(tensor)
+    stepped(target.parameters(), other)
