@@ -351,7 +351,8 @@ class Checkpointer:
     ) -> Restored | None:
         """Put a committed step into the live objects; None when the run has no step yet.
 
-        Without `step`, the newest that verifies; `run` names another run to start from. What each
+        Without `step`, the newest that verifies; `run` names another run to start from (or a step
+        of it, as ``RUN@STEP``), which must be in the store once anything is. What each
         object gets, and what the other options mean, is told by `deltackpt.restore_into`. Waits
         first until no save is in flight. Afterwards saves continue the restored step: the next one
         must be of a later step, and writes only what has changed since. Until that one is durable,
@@ -362,13 +363,14 @@ class Checkpointer:
         that failure as its cause.
         """
         refuse_waiting(self._pipeline)
+        own = self._options.run
         with self._calls.exclusive():
             self._wait_idle(None)
             try:
                 restored, held = restore_and_hold(
-                    self._store, self._state, run=run or self._options.run, step=step,
+                    self._store, self._state, run=own if run is None else run, step=step,
                     strict=strict, only=only, key_map=key_map, low_memory=low_memory,
-                    rng=self._options.rng, threads=None,
+                    rng=self._options.rng, threads=None, expected=run not in (None, own),
                 )  # fmt: skip
             except NotFoundError as error:
                 failure = self._pipeline.failures.take()

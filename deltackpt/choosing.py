@@ -11,6 +11,7 @@ import logging
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import cast
 
 from deltackpt_store.errors import (
     CorruptionError,
@@ -22,7 +23,7 @@ from deltackpt_store.errors import (
 from deltackpt_store.history import Damaged
 from deltackpt_store.leases import Hold, hold
 from deltackpt_store.manifest import Commit
-from deltackpt_store.names import parse_number
+from deltackpt_store.names import check_name, parse_number, parse_step_name
 from deltackpt_store.store import Store
 
 _log = logging.getLogger("deltackpt.restore")
@@ -66,6 +67,27 @@ def _hold(store: Store, commit: Commit) -> Hold | None:
     except (StorageError, UnsupportedFormatError) as error:
         _log.debug("step %s@%d is read without a hold: %s", commit.run, commit.step, error)
         return None
+
+
+def named_step(store: Store, run: object, step: int | None) -> tuple[str, int | None]:
+    """The run and the step that `run` and `step` mean, where `run` may be a ``RUN@STEP`` as well.
+
+    `InvalidInputError` for a step number in place of a run, and for a step that is named twice.
+    """
+    if isinstance(run, int) and not isinstance(run, bool):
+        raise InvalidInputError(
+            f"{run!r} cannot be the name of a run", option="run", hint=f"for a step: step={run}"
+        )
+    if not isinstance(run, str) or "@" not in run:
+        return check_name(cast("str", run), "run"), step
+    if step is not None:
+        raise InvalidInputError(
+            f"run={run!r} names a step, and so does step={step!r}",
+            option="step",
+            hint="leave one of them out",
+        )
+    name = parse_step_name(run)
+    return name.run or store.resolve_name(run).run, name.step
 
 
 def held_candidates(

@@ -99,6 +99,7 @@ class SaveSignals:
                 self.uninstall()
                 raise InvalidInputError(
                     f"save_on: no handler can be installed for signal {number}: {error}",
+                    hint="for example save_on=(signal.SIGTERM,)",
                     option="save_on",
                 ) from error
 
@@ -127,7 +128,11 @@ def _check_signals(signals: Any) -> tuple[int, ...]:
     known = signal.valid_signals()
     for number in numbers:
         if number not in known:
-            raise InvalidInputError(f"save_on: {number} is no signal", option="save_on")
+            raise InvalidInputError(
+                f"save_on: {number} is no signal",
+                hint="for example save_on=(signal.SIGTERM,)",
+                option="save_on",
+            )
     return numbers
 
 

@@ -12,7 +12,7 @@ from deltackpt_store.errors import DeltackptError, InvalidInputError, NotFoundEr
 from deltackpt_store.manifest import TensorView
 from deltackpt_store.store import Store
 
-from .choosing import Skipped, held_candidates, nothing_verifies
+from .choosing import Skipped, held_candidates, named_step, nothing_verifies
 from .reading import Step, available_bytes, is_damage, patterns
 from .views import dress, rebuild
 
@@ -35,7 +35,8 @@ def load(
     exactly where the saved ones did. They are in host memory, whatever device they were saved
     from; `device` moves them. The caller owns all of it: nothing refers to the store any more.
 
-    Without `step`, the newest step that verifies (newer, damaged ones are logged). `only`: globs
+    Without `step`, the newest step that verifies (newer, damaged ones are logged); `run` may name
+    one as ``RUN@STEP``, as on the command line. `only`: globs
     over paths; dict entries that none matches are left out, such items of lists and tuples are
     None.
 
@@ -44,6 +45,7 @@ def load(
     nothing or the step needs more memory than there is.
     """
     store = store if isinstance(store, Store) else Store.open(store)
+    run, step = named_step(store, run, step)
     only = None if only is None else patterns(only)
     where = _device(device)
     skipped: list[Skipped] = []

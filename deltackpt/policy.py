@@ -11,13 +11,14 @@ import dataclasses
 import inspect
 import time
 from collections.abc import Callable
-from typing import Any, Literal, cast
+from typing import Any, Literal, Self, TypeVar, cast
 
 from deltackpt_store.errors import InvalidInputError
 
 OnBusy = Literal["wait", "skip", "coalesce"]
 OnError = Literal["raise", "warn"]
 DueFunction = Callable[[int], bool]
+T = TypeVar("T")
 
 
 def is_count(value: Any) -> bool:
@@ -61,6 +62,18 @@ def _positive(option: str, value: Any, *, whole: bool) -> None:
         raise InvalidInputError(f"{option} must be {kind} or None, got {value!r}", option=option)
 
 
+def _by_name(cls: type[T], values: tuple[object, ...], example: str) -> T:
+    """A new object whose rules are all given by name; `InvalidInputError` when one is not."""
+    if values:
+        shown = ", ".join(map(repr, values))
+        raise InvalidInputError(
+            f"{cls.__name__}({shown}) does not say which rule that is",
+            hint=f"name it, for example {example}",
+            option=cls.__name__.lower(),
+        )
+    return object.__new__(cls)
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Every:
     """Save every so many steps, every so many seconds, or whichever of both comes first.
@@ -73,11 +86,18 @@ class Every:
     steps: int | None = None
     seconds: float | None = None
 
+    def __new__(cls, *values: object, **_: object) -> Self:
+        return _by_name(cls, values, "Every(steps=50) or Every(seconds=300)")
+
     def __post_init__(self) -> None:
         _positive("every.steps", self.steps, whole=True)
         _positive("every.seconds", self.seconds, whole=False)
         if self.steps is None and self.seconds is None:
-            raise InvalidInputError("Every needs steps= or seconds=", option="every")
+            raise InvalidInputError(
+                "Every needs steps= or seconds=",
+                option="every",
+                hint="for example Every(steps=50), or Every(seconds=300)",
+            )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +115,9 @@ class Keep:
     best: str | tuple[str, Literal["min", "max"]] | None = None
     within: float | None = None
 
+    def __new__(cls, *values: object, **_: object) -> Self:
+        return _by_name(cls, values, 'Keep(last=3) or Keep(last=3, best="loss")')
+
     def __post_init__(self) -> None:
         _positive("keep.last", self.last, whole=True)
         _positive("keep.every", self.every, whole=True)
@@ -108,6 +131,7 @@ class Keep:
             raise InvalidInputError(
                 f'keep.best must be a metric name or (name, "min" | "max"), got {best!r}',
                 option="keep.best",
+                hint='for example best="loss", or best=("accuracy", "max")',
             )
 
 
@@ -129,7 +153,9 @@ def check_every(value: Any) -> Every | DueFunction | None:
     if callable(value) and not inspect.isclass(value):
         return cast(DueFunction, value)
     raise InvalidInputError(
-        f"every must be an int, Every(...), a callable or None, got {value!r}", option="every"
+        f"every must be an int, Every(...), a callable or None, got {value!r}",
+        option="every",
+        hint="for example every=50, every=Every(seconds=300), or a function of the step",
     )
 
 

@@ -16,7 +16,7 @@ from deltackpt_store.manifest import Commit
 from deltackpt_store.store import Store
 
 from . import rng as generators
-from .choosing import Skipped, held_candidates, nothing_verifies
+from .choosing import Skipped, held_candidates, named_step, nothing_verifies
 from .into import Plan
 from .keys import KeyMap, check_key_map
 from .reading import Step, available_bytes, is_damage, matcher, patterns
@@ -101,9 +101,9 @@ def restore_into(
 ) -> Restored | None:
     """Put a committed step into the live objects of `state`; None when `run` has no commit yet.
 
-    Without `step`, the newest commit that verifies is taken; newer ones that are damaged are
-    logged and listed in ``Restored.skipped``. A `step` that is asked for and damaged raises
-    `CorruptionError` naming its tensors.
+    `run` may name a step, too, as ``RUN@STEP``. Without a step, the newest commit that verifies is
+    taken; newer ones that are damaged are logged and listed in ``Restored.skipped``. A `step` that
+    is asked for and damaged raises `CorruptionError` naming its tensors.
 
     The step is read into host memory and every chunk checked before anything is touched; then all
     of it is applied, or, when an object refuses its state, nothing (`StateError`). With
@@ -152,8 +152,12 @@ def restore_and_hold(
     low_memory: bool,
     rng: bool,
     threads: int | None,
+    expected: bool = False,
 ) -> tuple[Restored | None, Hold | None]:
-    """As :func:`restore_into`; the restored step stays held until the caller releases it."""
+    """As :func:`restore_into`; the restored step stays held until the caller releases it.
+
+    When `run` is `expected` to exist, `NotFoundError` names the runs of a store that lacks it.
+    """
     began = time.perf_counter()
     store = store if isinstance(store, Store) else Store.open(store)
     if not isinstance(state, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance] -- users' input
@@ -161,6 +165,7 @@ def restore_and_hold(
             f"state must be a mapping such as {{'model': model}}, not a {type(state).__name__}",
             option="state",
         )
+    run, step = named_step(store, run, step)
     check_key_map(key_map)
     only = None if only is None else patterns(only)
     job = _Job(state, strict, only, key_map, low_memory, rng, threads)
@@ -179,6 +184,8 @@ def restore_and_hold(
             continue
         return job.result(commit, skipped, time.perf_counter() - began), held.take_over()
     if not skipped:
+        if expected and store.runs():
+            store.numbers(run)  # says which runs there are when it is none of them
         return None, None
     raise job.finished(nothing_verifies(run, skipped))
 

@@ -45,6 +45,8 @@ def storage_error(error: OSError, doing: str, path: str) -> StorageError:
     hint = _HINTS.get(code) if code is not None else None
     if code == errno.ENOENT and str(culprit or path).endswith(_FOLDERS):
         hint = f"a store copied without its empty folders lacks it: mkdir {culprit or path}"
+    elif code in (errno.ENOENT, errno.ENOTDIR) and doing.startswith("create a store"):
+        hint = "no directory can be made there: name one on a disk that can be written to"
     return StorageError(
         f"cannot {doing} {path}: {reason}",
         hint=hint,

@@ -1,0 +1,102 @@
+"""Names of runs and steps, options and places that are wrong: the error says what is right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from deltackpt_store.errors import DeltackptError, InvalidInputError, NotFoundError, StorageError
+
+import deltackpt
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    where = tmp_path_factory.mktemp("named") / "store"
+    state = {"x": torch.zeros(4)}
+    for run in ("base", "other"):
+        with deltackpt.Checkpointer(where, state, run=run, writer="thread") as ckpt:
+            for step in (1, 2):
+                state["x"].fill_(step)
+                ckpt.save(step)
+    return where
+
+
+def _opened(path: Path | str, **options: Any) -> deltackpt.Checkpointer:
+    return deltackpt.Checkpointer(path, {"x": torch.zeros(4)}, writer="thread", **options)
+
+
+def test_another_run_that_does_not_exist_is_an_error(path: Path) -> None:
+    """Prevents: a fine-tuning that starts from random weights for a misspelt run."""
+    with _opened(path, run="tune") as ckpt:
+        with pytest.raises(NotFoundError, match="'nope'") as caught:
+            ckpt.restore(run="nope")
+        assert "base, other" in str(caught.value.hint)
+        with pytest.raises(NotFoundError, match="'nope'"):
+            ckpt.restore(run="nope@latest")
+        assert ckpt.restore() is None
+        assert ckpt.restore(run="tune") is None  # its own, which is new
+        assert ckpt.restore(run="base") is not None
+
+
+def test_in_a_new_store_there_is_nothing_to_restore(tmp_path: Path) -> None:
+    with _opened(tmp_path / "new", run="tune") as ckpt:
+        assert ckpt.restore() is None
+        assert ckpt.restore(run="base") is None
+
+
+def test_a_step_may_be_named_as_on_the_command_line(path: Path) -> None:
+    assert deltackpt.load(path, "base@1")["x"][0] == 1
+    assert deltackpt.load(path, "other@latest")["x"][0] == 2
+    state = {"x": torch.zeros(4)}
+    done = deltackpt.restore_into(path, state, run="base@1")
+    assert done is not None
+    assert (done.run, done.step, float(state["x"][0])) == ("base", 1, 1.0)
+    with _opened(path, run="tune") as ckpt:
+        restored = ckpt.restore(run="base@1")
+    assert restored is not None
+    assert restored.step == 1
+
+
+Call = Callable[[Path], object]
+
+
+@pytest.mark.parametrize(
+    ("call", "advice"),
+    [
+        (lambda path: deltackpt.load(path, 20), "step=20"),  # type: ignore[arg-type]
+        (lambda path: deltackpt.load(path, "base@1", 2), "leave one of them out"),
+        (lambda path: deltackpt.load(path, "base@first"), "RUN@STEP"),
+        (lambda path: _opened(path, save_on=(999,)), "signal.SIGTERM"),
+        (lambda path: _opened(path, save_on=(9,)), "signal.SIGTERM"),
+        (lambda path: _opened(path, every="5"), "every=50"),
+        (lambda path: deltackpt.Keep(3), "Keep(last=3)"),  # type: ignore[misc]
+        (lambda path: deltackpt.Keep(best=("loss", "low")), '"max"'),  # type: ignore[arg-type]
+        (lambda path: deltackpt.Every(3), "Every(steps=50)"),  # type: ignore[misc]
+        (lambda path: deltackpt.Every(), "Every(steps=50)"),
+    ],
+)
+def test_a_wrong_value_is_answered_with_a_right_one(path: Path, call: Call, advice: str) -> None:
+    with pytest.raises(InvalidInputError) as caught:
+        call(path)
+    assert advice in str(caught.value.hint)
+
+
+@pytest.mark.parametrize("where", ["/proc/x", "/dev/null/x"])
+def test_a_place_where_no_store_can_be_is_answered_with_advice(where: str) -> None:
+    with pytest.raises(DeltackptError) as caught:
+        _opened(where)
+    assert isinstance(caught.value, (StorageError, InvalidInputError))
+    assert caught.value.hint
+
+
+def test_rules_can_be_copied_and_pickled() -> None:
+    import copy
+    import pickle
+
+    for rules in (deltackpt.Keep(last=3), deltackpt.Every(seconds=3.0)):
+        assert copy.deepcopy(rules) == rules
+        assert pickle.loads(pickle.dumps(rules)) == rules
