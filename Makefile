@@ -1,5 +1,6 @@
-# Everything a developer or CI runs. Needs make and Python 3.11 or newer; the rest is installed
-# into .venv, which every target creates, and refreshes when a requirements file has changed.
+# Everything a developer or CI runs. Needs make, Python 3.11 or newer and a package index; the rest
+# is installed into .venv, which every target creates, and refreshes when a requirements file has
+# changed.
 
 PYTHON ?= python3
 VENV := .venv
@@ -15,6 +16,9 @@ ARGS ?=
 .PHONY: help venv demo test mutate soak chaos lab lint format bench clean
 
 help:
+	@echo "The first of these that runs installs what it needs into $(VENV): some minutes, the network,"
+	@echo "about 2.3 GB of disk. The commands are in $(VENV)/bin then (deltackpt, pytest, ...)."
+	@echo
 	@echo "make demo    train a real model, kill it during a save, resume bit for bit"
 	@echo "make test    the test suite (ARGS='tests/unit -k cli' selects)"
 	@echo "make lint    style, types, layers, wheel content"
@@ -25,11 +29,13 @@ help:
 	@echo "make chaos   an outside judge kills a training at its file events"
 	@echo "make format  rewrite the sources in the project's style"
 	@echo "make venv    only the development environment, in $(VENV)"
+	@echo "make help    this list"
 	@echo "make clean   remove build output, caches and the environment"
 
 # torch is named exactly and first: asked for by range it may come with several GB of CUDA.
 $(DEV): pyproject.toml requirements-dev.txt constraints-dev.txt
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("deltackpt needs Python 3.11 or newer; this is %s: make PYTHON=python3.11 ..." % sys.version.split()[0])'
+	@echo "Installing into $(VENV): about 2.3 GB, some minutes, pip says nothing until it is done."
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet --constraint constraints-dev.txt --upgrade pip
 	$(PIP) install --quiet --constraint constraints-dev.txt torch==2.13.0

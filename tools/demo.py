@@ -6,7 +6,8 @@ Fine-tunes all-MiniLM-L6-v2 on the Python standard library's sources (examples/f
 three times over one store: until it is SIGKILLed while a save is in flight; again, resumed, to the
 end; and once uninterrupted as the reference. It ends with exit code 0 only if the resumed and the
 uninterrupted run have the same Merkle root, that is, the same weights, optimizer state, data
-position and random-number state, bit for bit.
+position and random-number state, bit for bit. Progress goes to stdout: on a terminal a line that is
+rewritten, else a line every few seconds.
 """
 
 # pyright: basic
@@ -45,11 +46,38 @@ def milliseconds(seconds: float) -> str:
     return f"{seconds * 1000:.0f} ms"
 
 
+class Progress:
+    """One line on a terminal, rewritten; elsewhere a line of its own every few seconds."""
+
+    def __init__(self) -> None:
+        self._live = sys.stdout.isatty()
+        self._told = 0.0
+
+    def tell(self, text: str, *, now: bool = False) -> None:
+        """Show `text`, unless the last one is too fresh; `now`: whatever was shown before."""
+        moment = time.monotonic()
+        if not now and moment - self._told < (0.2 if self._live else 5.0):
+            return
+        self._told = moment
+        if self._live:
+            print(f"\r\x1b[K  {text}", end="", flush=True)
+        else:
+            print(f"  {text}", flush=True)
+
+    def end(self) -> None:
+        """Leave the line free for what is printed next."""
+        if self._live:
+            print("\r\x1b[K", end="", flush=True)
+
+
 class Phase:
     """One training process and what it said."""
 
     def __init__(self, title: str, store: Path, run: str, steps: int, every: int) -> None:
         print(f"\n{title}", flush=True)
+        self.steps = steps
+        self.progress = Progress()
+        self.progress.tell("loading PyTorch, the model and the text ...", now=True)
         command = [sys.executable, str(SCRIPT), str(store), "--run", run,
                    "--steps", str(steps), "--every", str(every)]  # fmt: skip
         environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "2")}
@@ -65,18 +93,35 @@ class Phase:
     def lines(self) -> Iterator[dict[str, Any]]:
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            said = json.loads(line)
+            try:
+                said = json.loads(line)
+            except ValueError:  # some library's own words
+                self.progress.tell(line.rstrip(), now=True)
+                continue
             if "committed" in said:
                 self.reports.append(said["committed"])
             elif "restored" in said:
                 self.restored = said["restored"]
             else:
                 self.losses[said["step"]] = said["loss"]
+            self.progress.tell(self._where(), now=len(self.losses) == 1 and "loss" in said)
             yield said
+        self.progress.end()
+
+    def _where(self) -> str:
+        """How far the training has come."""
+        if not self.losses:
+            return "training begins ..." if self.restored else "the first step ..."
+        step, loss = next(reversed(self.losses.items()))
+        saves = f"{len(self.reports)} save{'' if len(self.reports) == 1 else 's'} durable"
+        return f"step {step} of {self.steps}, loss {loss:.3f}, {saves}"
 
     def to_the_end(self) -> None:
         for _ in self.lines():
             pass
+        self._check()
+
+    def _check(self) -> None:
         if self.process.wait() != 0:
             error = self.process.stderr.read() if self.process.stderr else ""
             raise SystemExit(f"the training process failed ({self.process.returncode}):\n{error}")
@@ -89,7 +134,9 @@ class Phase:
                 for pid in victims:
                     os.kill(pid, signal.SIGKILL)
                 self.process.wait()
+                self.progress.end()
                 return int(said["step"])
+        self._check()
         raise SystemExit("the training process ended before it could be killed")
 
     def tell(self) -> None:
@@ -155,7 +202,7 @@ def main() -> int:
           f"{size(sum(r['written_bytes'] for r in reference.reports))} in all: "
           "what is bit-identical is already there")  # fmt: skip
 
-    print("\n4. Verification")
+    print("\n4. Verification", flush=True)
     began = time.perf_counter()
     report = verify(store, level="chunks")
     verdict = "ok" if report.ok else "DAMAGED"
@@ -167,7 +214,9 @@ def main() -> int:
     same_losses = all(resumed.losses[s] == reference.losses[s] for s in resumed.losses)
     if ours.root == theirs.root and same_losses and report.ok:
         print("  the same bits: weights, optimizer, scheduler, data position, random numbers")
-        print(f"\nLook around:  deltackpt log {os.path.relpath(store_path)}")
+        program = Path(sys.executable).with_name("deltackpt")  # `make` puts it beside the python
+        shown = os.path.relpath(program) if program.exists() else "deltackpt"
+        print(f"\nLook around:  {shown} log {os.path.relpath(store_path)}")
         return 0
     print("  DIFFERENT: the resumed run is not the run it should be")
     return 1

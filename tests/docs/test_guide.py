@@ -1,0 +1,228 @@
+"""Pages for users are programs: each block of the guide and of the README does what it says."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import click
+import pytest
+from click.testing import CliRunner
+from deltackpt_tools.cli import cli
+
+import deltackpt
+
+ROOT = Path(__file__).parents[2]
+GUIDE = ROOT / "docs" / "guide.md"
+README = ROOT / "README.md"
+_FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_TOLD = re.compile(r"^(?P<indent> *)(?P<what>[^#\n]+?)  # -> (?P<value>.+)$", re.MULTILINE)
+_LINK = re.compile(r"\]\(([^)\s]+)\)")
+
+
+def blocks(text: str) -> list[tuple[str, str]]:
+    """The fenced blocks of a page: language and content."""
+    return _FENCE.findall(text)
+
+
+def sections(page: Path) -> dict[str, list[tuple[str, str]]]:
+    """The blocks under each second-level heading; "" is what comes before the first."""
+    head, *rest = re.split(r"^## (.+)\n", page.read_text(), flags=re.MULTILINE)
+    found = {"": blocks(head)}
+    found |= {title: blocks(text) for title, text in zip(rest[::2], rest[1::2], strict=True)}
+    return found
+
+
+def run(code: str, names: dict[str, Any], where: str) -> None:
+    """Execute a block; ``expression  # -> value`` is checked."""
+    checked = _TOLD.sub(r"\g<indent>assert (\g<what>) == (\g<value>), repr(\g<what>)", code)
+    exec(compile(checked, where, "exec"), names)
+
+
+def run_commands(text: str) -> None:
+    """Execute the commands of a block; each succeeds."""
+    for line in text.splitlines():
+        program, *arguments = shlex.split(line, comments=True)
+        assert program == "deltackpt", line
+        result = CliRunner().invoke(cli, arguments)
+        assert result.exit_code == 0, (line, result.output)
+
+
+PARTS = {title: found for title, found in sections(GUIDE).items() if title and found}
+
+
+@pytest.mark.parametrize("title", PARTS)
+def test_each_part_of_the_guide_runs_after_its_preparation(
+    title: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    handler = signal.getsignal(signal.SIGTERM)
+    names: dict[str, Any] = {"__name__": "guide"}
+    for language, text in [*sections(GUIDE)[""], *PARTS[title]]:
+        assert language in ("python", "sh"), "every block of the guide is executed"
+        if language == "python":
+            run(text, names, f"guide.md: {title}")
+        else:
+            run_commands(text)
+    assert signal.getsignal(signal.SIGTERM) is handler
+
+
+def prepared(title: str) -> dict[str, Any]:
+    """The names that a part of the guide defines."""
+    names: dict[str, Any] = {"__name__": "guide"}
+    for _, text in [*sections(GUIDE)[""], *PARTS[title]]:
+        run(text, names, f"guide.md: {title}")
+    return names
+
+
+def test_the_callback_for_the_trainer_of_hugging_face(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stand-in for transformers' Trainer: how it calls a callback, with which names."""
+    monkeypatch.chdir(tmp_path)
+
+    def train(steps: int) -> None:
+        names = prepared("Trainers that own the loop")
+        at, callback = SimpleNamespace(global_step=0), names["Save"]("runs/store", every=2)
+        objects = {"model": names["model"], "lr_scheduler": names["scheduler"],
+                   "optimizer": SimpleNamespace(optimizer=names["optimizer"])}  # fmt: skip
+        callback.on_train_begin(None, at, None, **objects)
+        for _ in range(steps):
+            losses.append(names["train_step"]())
+            at.global_step += 1
+            callback.on_step_end(None, at, None, **objects)
+        callback.on_train_end(None, at, None, **objects)
+
+    losses: list[float] = []
+    train(5)
+    train(4)
+    assert deltackpt.steps("runs/store") == [2, 4, 5, 6, 8, 9]
+    unbroken = prepared("Trainers that own the loop")["train_step"]
+    assert losses == [unbroken() for _ in range(9)]
+
+
+def test_the_callback_for_lightning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for its Trainer, with two batches for each optimizer step."""
+    monkeypatch.chdir(tmp_path)
+
+    def train(batches: int) -> None:
+        names = prepared("Trainers that own the loop")
+        trainer = SimpleNamespace(global_step=0, optimizers=[names["optimizer"]])
+        callback = names["SaveBatches"]("runs/store", every=1)
+        callback.on_train_start(trainer, names["model"])
+        for index in range(batches):
+            if index % 2:
+                losses.append(names["train_step"]())
+                trainer.global_step += 1
+            callback.on_train_batch_end(trainer, names["model"], None, None, index)
+        callback.on_train_end(trainer, names["model"])
+
+    losses: list[float] = []
+    train(6)
+    train(4)
+    assert deltackpt.steps("runs/store") == [1, 2, 3, 4, 5]
+    unbroken = prepared("Trainers that own the loop")["train_step"]
+    assert losses == [unbroken() for _ in range(5)]
+
+
+def raised_kinds() -> set[tuple[str, str]]:
+    """Each class of error with a kind that the sources give it."""
+    found: set[tuple[str, str]] = set()
+    for source in [*(ROOT / "deltackpt").rglob("*.py"), *(ROOT / "store").rglob("*.py")]:
+        for node in ast.walk(ast.parse(source.read_text())):
+            if not isinstance(node, ast.Call):
+                continue
+            name = getattr(node.func, "id", getattr(node.func, "attr", ""))
+            words = [word for keyword in node.keywords if keyword.arg == "kind"
+                     for word in ast.walk(keyword.value)]  # fmt: skip
+            found |= {(name, str(word.value)) for word in words if isinstance(word, ast.Constant)}
+    return found
+
+
+def kind_of_error(name: str) -> type[deltackpt.errors.DeltackptError]:
+    return getattr(deltackpt.errors, name)
+
+
+def test_the_table_of_errors() -> None:
+    raised, named = raised_kinds(), ""
+    table = GUIDE.read_text().partition("| error | kinds")[2].splitlines()[2:]
+    told: list[str] = []
+    for first, kinds in [line.split("|")[1:3] for line in table if line.startswith("|")]:
+        match = re.search(r"`(\w+Error)`", first)
+        if match:
+            named = match[1]
+            told.append(named)
+            builtin = re.search(r"\(.*?`(\w+)`", first)
+            assert builtin is not None
+            assert builtin[1] in {base.__name__ for base in kind_of_error(named).__mro__}
+        for kind in re.sub(r" \(.*\)", "", kinds).strip().split(", "):
+            known = {one for name, one in raised if name == named}
+            known.add(kind_of_error(named).default_kind)
+            assert any(one.startswith(kind.removesuffix("...")) for one in known), (named, kind)
+    assert sorted([*told, "DeltackptError"]) == sorted(deltackpt.errors.__all__)
+
+
+def test_the_blocks_of_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {"__name__": "readme"}
+    for _, text in sections(GUIDE)[""]:
+        run(text, names, "guide.md")
+    run(_with_a_loader(), names, "test_guide.py")
+    programs = [text for language, text in blocks(README.read_text()) if language == "python"]
+    assert len(programs) == 2
+    for text in programs:
+        run(text.replace("        ...\n", "        loss = backward()\n"), names, "README.md")
+
+
+def _with_a_loader() -> str:
+    loaders = sections(GUIDE)["Data loaders"]
+    return f"{loaders[0][1]}\nfrom torch.utils.data import TensorDataset\n" + (
+        "loader = Batches(TensorDataset(torch.randn(64, 8)), 32)\nsteps = 200\n"
+    )
+
+
+def test_the_commands_of_the_readme_exist() -> None:
+    """They are parsed, not run: they name stores and backups that nobody has."""
+    lines = [line for _, text in blocks(README.read_text()) for line in text.splitlines()
+             if line.startswith("deltackpt ")]  # fmt: skip
+    assert len(lines) > 8
+    with click.Context(cli) as context:
+        for line in lines:
+            name, *arguments = shlex.split(line, comments=True)[1:]
+            command = cli.get_command(context, name)
+            assert command is not None, line
+            for option in [word for word in arguments if word.startswith("-")]:
+                known = [spelt for p in command.params for spelt in (*p.opts, *p.secondary_opts)]
+                assert option in known, line
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of the headings of a page, as the usual renderers make them."""
+    text = _FENCE.sub("", page.read_text())
+    titles = re.findall(r"^#+ (.+)$", text, flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", [README, *sorted((ROOT / "docs").rglob("*.md"))], ids=str)
+def test_no_relative_link_is_dead(page: Path) -> None:
+    for link in _LINK.findall(_FENCE.sub("", page.read_text())):
+        if re.match(r"[a-z]+:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        assert target.exists(), link
+        if anchor:
+            assert anchor in anchors(target), link
+
+
+def test_make_help_tells_every_target() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    phony = re.search(r"^\.PHONY: (.+)$", makefile, flags=re.MULTILINE)
+    assert phony is not None
+    told = re.findall(r'^\t@echo "make (\w+) ', makefile, flags=re.MULTILINE)
+    assert sorted(told) == sorted(phony[1].split())
