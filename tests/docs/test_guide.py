@@ -177,6 +177,7 @@ def test_the_blocks_of_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert len(programs) == 2
     for text in programs:
         run(text.replace("        ...\n", "        loss = backward()\n"), names, "README.md")
+    assert f'deltackpt.steps("runs/store")  # {deltackpt.steps("runs/store")}\n' in programs[1]
 
 
 def _with_a_loader() -> str:
