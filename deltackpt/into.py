@@ -21,10 +21,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .copying import same_bits
-from .keys import KeyMap, map_key
+from .keys import KeyMap, check_matched, map_key, of_module
 from .nodes import Leaves
 from .params import optimizer_names
-from .paths import segments
+from .paths import key_of, segments
 from .reading import Step, matcher
 from .target_module import ModuleTarget, flat_state
 from .target_object import ObjectTarget
@@ -90,6 +90,7 @@ class Plan:
                         optimizers=[o for _, _, o in found.optimizers])  # fmt: skip
         module_paths = [path for path, _, _ in found.modules]
         present = optimizer_names(module_paths, [path for path, _, _ in found.optimizers], leaves)
+        check_matched(key_map, {path: _keys_below(step, path) for path in module_paths})
         recorded = _recorded_names(step, key_map, module_paths)
         for path, keys, value in found.all:
             node = _selected(step, descend(root, keys))
@@ -310,6 +311,12 @@ def _refuse_part(step: Step, path: str, node: Any) -> None:
         )
 
 
+def _keys_below(step: Step, path: str) -> list[str]:
+    """The keys of the object at `path` in the checkpoint, selected or not."""
+    below = (p[len(path) + 1 :] for p in step.paths if p.startswith(f"{path}/"))
+    return list(dict.fromkeys(key_of(p.partition("/")[0]) for p in below))
+
+
 def _recorded_names(
     step: Step, key_map: KeyMap | None, modules: Sequence[str]
 ) -> dict[str, list[str | None]]:
@@ -321,7 +328,7 @@ def _recorded_names(
     def renamed(name: str | None) -> str | None:
         for path in sorted(modules, key=len, reverse=True):
             if name is not None and name.startswith(f"{path}/"):
-                return f"{path}/{map_key(key_map, name[len(path) + 1 :])}"
+                return f"{path}/{map_key(of_module(key_map, path), name[len(path) + 1 :])}"
         return name
 
     return {path: list(map(renamed, names)) for path, names in recorded.items()}

@@ -7,10 +7,12 @@ renamed unless a `key_map` asks for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Literal, cast
 
 from deltackpt_store.errors import InvalidInputError, MismatchError
+
+from .reading import shown
 
 KeyMap = Mapping[str, str] | Callable[[str], str] | Literal["unwrap"]
 """What `key_map` may be.
@@ -21,7 +23,9 @@ KeyMap = Mapping[str, str] | Callable[[str], str] | Literal["unwrap"]
   ``""``) is looked for again in what remains, so nested prefixes go entirely.
 - a function from the key in the checkpoint to the key in the target.
 
-Keys are those of one module's ``state_dict``, without the module's own name in the state.
+Keys are those of one module's ``state_dict``, without the module's own name in the state. In a
+mapping they may also be written as paths, as errors print them: ``{"model/old.": "model/new."}``
+is about the module "model" alone.
 """
 
 WRAPPERS = frozenset(
@@ -49,6 +53,43 @@ def check_key_map(key_map: object) -> None:
     )
 
 
+def of_module(key_map: KeyMap | None, path: str) -> KeyMap | None:
+    """`key_map` for the keys of the module at `path`: entries written as its paths become keys."""
+    if not isinstance(key_map, Mapping):
+        return key_map
+    own = f"{path}/"
+    pairs = sorted(  # what is said of this module alone comes last, and counts
+        cast("Mapping[str, str]", key_map).items(), key=lambda pair: pair[0].startswith(own)
+    )
+    return {old.removeprefix(own): new.removeprefix(own) for old, new in pairs}
+
+
+def check_matched(key_map: KeyMap | None, keys: Mapping[str, Collection[str]]) -> None:
+    """`InvalidInputError` naming the entries of a mapping that match no key of the checkpoint.
+
+    `keys`: path of each module -> its keys in the checkpoint.
+    """
+    if not isinstance(key_map, Mapping):
+        return
+    entries = cast("Mapping[str, str]", key_map)
+    used: set[str] = set()
+    for path, names in keys.items():
+        prefixes = cast("Mapping[str, str]", of_module(entries, path))
+        found = {old for name in names for old in _chain(prefixes, name)[1]}
+        used.update(old for old in entries if old.removeprefix(f"{path}/") in found)
+    unused = [old for old in entries if old not in used]
+    if unused:
+        known = [f"{path}/{name}" for path, names in keys.items() for name in names]
+        raise InvalidInputError(
+            f"key_map: {', '.join(map(repr, unused))} is the beginning of no key of the checkpoint",
+            kind="no-match",
+            hint=f"its keys are {shown(known, 8)}; the path of the module may be left out"
+            if known
+            else "it renames keys of modules, and the checkpoint has none of those here",
+            option="key_map",
+        )
+
+
 def map_key(key_map: KeyMap | None, key: str) -> str:
     """The target's key for the checkpoint's `key` ("unwrap": a form common to both)."""
     if key_map is None:
@@ -56,7 +97,7 @@ def map_key(key_map: KeyMap | None, key: str) -> str:
     if key_map == "unwrap":
         return unwrapped(key)
     if isinstance(key_map, Mapping):
-        return _map_prefix(cast("Mapping[str, str]", key_map), key)
+        return _chain(cast("Mapping[str, str]", key_map), key)[0]
     mapped: object = cast("Callable[[str], object]", key_map)(key)
     if not isinstance(mapped, str):
         raise InvalidInputError(
@@ -67,15 +108,18 @@ def map_key(key_map: KeyMap | None, key: str) -> str:
     return mapped
 
 
-def _map_prefix(prefixes: Mapping[str, str], key: str) -> str:
+def _chain(prefixes: Mapping[str, str], key: str) -> tuple[str, list[str]]:
+    """What becomes of `key`, and the prefixes that matched on the way."""
+    matched: list[str] = []
     while True:
         matching = [old for old in prefixes if key.startswith(old)]
         if not matching:
-            return key
+            return key, matched
+        matched += matching
         old = max(matching, key=len)
         key = prefixes[old] + key[len(old) :]
         if prefixes[old] or not old:
-            return key
+            return key, matched
 
 
 def pair_keys(
@@ -118,3 +162,16 @@ def wrapping_hint(saved: Iterable[str], present: Iterable[str]) -> str | None:
             'of them: pass key_map="unwrap"'
         )
     return None
+
+
+def renaming_hint(saved: Sequence[str], present: Sequence[str]) -> str | None:
+    """How to rename keys, where keys of both sides (of one module) have no partner."""
+    if not saved or not present:
+        return None
+    old, new = saved[0].split("."), present[0].split(".")
+    ends = ""
+    while len(old) > 1 and len(new) > 1 and old[-1] == new[-1]:
+        ends = "."
+        del old[-1], new[-1]
+    example = {".".join(old) + ends: ".".join(new) + ends}
+    return f"key_map renames keys that are named otherwise here, such as key_map={example}"

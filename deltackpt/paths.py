@@ -46,6 +46,13 @@ def segment(key: Any) -> str:
     return escape(key)
 
 
+def key_of(part: str) -> str:
+    """The str key whose segment `part` is (surrogates stay written out)."""
+    if len(part) > 1 and part[0] == part[-1] == '"':
+        part = part[1:-1]
+    return part.replace("~1", "/").replace("~0", "~")
+
+
 def escape(text: str) -> str:
     if "~" in text or "/" in text:
         text = text.replace("~", "~0").replace("/", "~1")

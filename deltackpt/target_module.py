@@ -18,7 +18,7 @@ from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivat
 from torch.nn.modules.instancenorm import _InstanceNorm  # pyright: ignore[reportPrivateUsage]
 
 from .copying import copy_bits, exchange_bits, repeats_like, writable_layout
-from .keys import KeyMap, pair_keys, wrapping_hint
+from .keys import KeyMap, of_module, pair_keys, renaming_hint, wrapping_hint
 from .nodes import state_of
 from .paths import segments
 from .reading import Step
@@ -91,14 +91,14 @@ class ModuleTarget:
             not step.partial or any(True for _ in slots_of(saved[k])))}  # fmt: skip
         if step.partial and not named:
             return
-        self._pairs = pair_keys(key_map, named, self._state, path=self.path)
+        self._pairs = pair_keys(of_module(key_map, self.path), named, self._state, path=self.path)
         spare = [key for key in named if key not in self._pairs]
         absent = set(self._state).difference(self._pairs.values())
         missing = [key for key in self._state if key in absent and wanted(places[key])]
         names = dict(zip(saved, segments(saved), strict=True))
         report.unexpected += [f"{self.path}/{names[key]}" for key in (*spare, *strange)]
         report.missing += [places[key] for key in missing]
-        report.hint(wrapping_hint(spare, missing))
+        report.hint(wrapping_hint(spare, missing) or renaming_hint(spare, missing))
         self._spare = set() if self.trusted else set(spare)
         if not self._pairs and (named or self._state):
             report.fatal.append(

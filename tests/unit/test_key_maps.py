@@ -1,0 +1,105 @@
+"""Key maps: both spellings of a key, entries that mean nothing, and the error that leads there."""
+
+# case 147
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from deltackpt_store.errors import InvalidInputError, MismatchError
+from restoring import Keeper
+from torch import nn
+
+from deltackpt.keys import KeyMap
+from deltackpt.paths import key_of, segment
+from deltackpt.restore import restore_into
+
+
+def _module(name: str, fill: float = 0.0) -> nn.ModuleDict:
+    module = nn.ModuleDict({name: nn.Linear(3, 3), "head": nn.Linear(3, 2)})
+    for parameter in module.parameters():
+        nn.init.constant_(parameter, fill)
+    return module
+
+
+@pytest.fixture
+def keeper(tmp_path: Path) -> Keeper:
+    keeper = Keeper(tmp_path / "store")
+    model, teacher = _module("old", 1.0), _module("old", 2.0)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    keeper.save({"model": model, "teacher": teacher, "optimizer": optimizer}, 1)
+    return keeper
+
+
+def _restore(keeper: Keeper, key_map: KeyMap | None, **options: Any) -> tuple[Any, Any]:
+    model, teacher = _module("new"), _module("new")
+    optimizer = torch.optim.AdamW(model.parameters())
+    state = {"model": model, "teacher": teacher, "optimizer": optimizer}
+    restore_into(keeper.path, state, key_map=key_map, **options)
+    assert torch.equal(teacher["new"].weight, torch.full((3, 3), 2.0))
+    assert optimizer.state[model["new"].weight]["step"] == 1
+    return model, teacher
+
+
+@pytest.mark.parametrize(
+    "key_map",
+    [
+        {"old.": "new."},
+        {"old.weight": "new.weight", "old.bias": "new.bias"},
+        {"model/old.": "model/new.", "teacher/old.": "teacher/new."},
+        {"model/old.": "new.", "old.": "new."},
+        {"old.": "elsewhere.", "model/old.": "new.", "teacher/old.": "new."},
+    ],
+)
+def test_keys_may_be_written_as_errors_print_them(keeper: Keeper, key_map: dict[str, str]) -> None:
+    """Prevents: a key map, copied from an error's list, that renames nothing."""
+    _restore(keeper, key_map)
+
+
+@pytest.mark.parametrize("wrong", ["model/odl.", "odl.", "optimizer/state", "pupil/old."])
+@pytest.mark.parametrize("strict", [True, False])
+def test_an_entry_that_matches_nothing_is_an_error(
+    keeper: Keeper, wrong: str, strict: bool
+) -> None:
+    with pytest.raises(InvalidInputError) as caught:
+        _restore(keeper, {"old.": "new.", wrong: "new."}, strict=strict)
+    assert f"{wrong!r} is the beginning of no key" in caught.value.message
+    assert "'old.'" not in caught.value.message
+    assert "model/old.weight" in str(caught.value.hint)
+
+
+def test_an_entry_for_what_is_left_out_is_none(keeper: Keeper) -> None:
+    model = _module("new")
+    key_map = {"model/old.": "new.", "teacher/old.": "new.", "head.": "head."}
+    restore_into(keeper.path, {"model": model}, key_map={"old.": "new."}, only="model/old.*")
+    with pytest.raises(InvalidInputError, match=r"'teacher/old\.' is the beginning"):
+        restore_into(keeper.path, {"model": model}, key_map=key_map, only="model/*")
+    del key_map["teacher/old."]  # of a module that is not in the state
+    restore_into(keeper.path, {"model": model}, key_map=key_map, only="model/old.*")
+
+
+def test_a_map_without_a_module_to_rename_in_is_an_error(tmp_path: Path) -> None:
+    keeper = Keeper(tmp_path / "store")
+    keeper.save({"n": 1}, 1)
+    with pytest.raises(InvalidInputError, match=r"'old\.'") as caught:
+        restore_into(keeper.path, {"n": 0}, key_map={"old.": "new."})
+    assert "has none of those" in str(caught.value.hint)
+
+
+def test_renamed_keys_are_answered_with_a_key_map_that_works(keeper: Keeper) -> None:
+    """Prevents: a user who renamed a layer and cannot find out how to get its weights back."""
+    with pytest.raises(MismatchError) as caught:
+        _restore(keeper, None)
+    assert "key_map={'old.': 'new.'}" in str(caught.value.hint)
+    _restore(keeper, {"old.": "new."})
+
+
+@pytest.mark.parametrize("key", ["0", "a.b", "a/b", "~x", "", "None", "x~1y"])
+def test_a_key_is_read_back_from_its_segment(key: str) -> None:
+    assert key_of(segment(key)) == key
