@@ -1,7 +1,5 @@
 """Key maps: both spellings of a key, entries that mean nothing, and the error that leads there."""
 
-# case 147
-
 from __future__ import annotations
 
 from pathlib import Path
