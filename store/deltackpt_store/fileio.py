@@ -142,7 +142,7 @@ class FileIO:
             handle = _open_to_lock(path, create)
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if _names(path, handle):
+                if still_named(path, handle):
                     return handle
             except OSError as error:
                 os.close(handle)
@@ -245,7 +245,7 @@ def _open_to_lock(path: str, create: bool) -> int:
         return open_regular(path, os.O_RDONLY | os.O_NOFOLLOW)
 
 
-def _names(path: str, handle: int) -> bool:
+def still_named(path: str, handle: int) -> bool:
     """Whether `path` still leads to the open file."""
     look_afresh(path)
     try:

@@ -16,11 +16,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import logging
 import os
 import secrets
-import socket
 import time
 import weakref
 from typing import NamedTuple
@@ -33,6 +31,7 @@ from deltackpt_store.manifest import Commit
 from deltackpt_store.manifest_io import digest_of
 from deltackpt_store.names import RETIRED_SUFFIX, is_name, number_name, parse_number
 from deltackpt_store.oserror import FULL, NO_LOCKS, storage_error
+from deltackpt_store.process_note import NOTE_BYTES, own_note, read_note
 from deltackpt_store.reserve import with_reserve
 
 _log = logging.getLogger("deltackpt.store.gc")
@@ -60,19 +59,43 @@ class Claims(msgspec.Struct, frozen=True):
 NOTHING = Claims()
 
 
-class Lease:
+class _LockedFile:
+    """A file that is held locked as long as what it stands for is true, and removed then."""
+
+    def __init__(self, io: FileIO, path: str, handle: int) -> None:
+        self._io = io
+        self._path = path
+        self._handle: int | None = handle
+        _held.add(self)
+
+    def release(self) -> None:
+        """Let go of it. Idempotent; never raises."""
+        handle, self._handle = self._handle, None
+        if handle is None:
+            return
+        with contextlib.suppress(OSError):
+            self._io.unlink(self._path)
+        with contextlib.suppress(OSError):
+            self._io.close(handle)
+
+    def close_in_child(self) -> None:
+        """Forget it in a forked child; the parent keeps it."""
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            with contextlib.suppress(OSError, KeyError):
+                self._io.close(handle)
+
+
+class Lease(_LockedFile):
     """A live writer's sign of life. Taken before the writer looks at anything it may build upon.
 
     Used by one thread. A forked child lets go of its copy at once.
     """
 
     def __init__(self, io: FileIO, root: str, writer: str, handle: int) -> None:
+        super().__init__(io, f"{root}/{LEASES}/{writer}", handle)
         self.writer = writer
-        self._io = io
         self._root = root
-        self._path = f"{root}/{LEASES}/{writer}"
-        self._handle: int | None = handle
-        _held.add(self)
 
     @classmethod
     def take(cls, io: FileIO, root: str, writer: str) -> Lease | None:
@@ -134,50 +157,9 @@ class Lease:
         except OSError as error:
             raise storage_error(error, "acknowledge the collection", path) from error
 
-    def release(self) -> None:
-        """The writer commits nothing more. Idempotent; never raises."""
-        handle, self._handle = self._handle, None
-        if handle is None:
-            return
-        with contextlib.suppress(OSError):
-            if self._io.exists(self._path):
-                self._io.unlink(self._path)
-        with contextlib.suppress(OSError):
-            self._io.close(handle)
 
-    def close_in_child(self) -> None:
-        """Forget the lease in a forked child; the parent keeps it."""
-        handle, self._handle = self._handle, None
-        if handle is not None:
-            with contextlib.suppress(OSError, KeyError):
-                self._io.close(handle)
-
-
-class Hold:
+class Hold(_LockedFile):
     """Keeps one commit from being retired or collected while it is held, where locks work."""
-
-    def __init__(self, io: FileIO, path: str, handle: int) -> None:
-        self._io = io
-        self._path = path
-        self._handle: int | None = handle
-        _held.add(self)
-
-    def release(self) -> None:
-        """Let go. Idempotent; never raises."""
-        handle, self._handle = self._handle, None
-        if handle is None:
-            return
-        with contextlib.suppress(OSError):
-            self._io.unlink(self._path)
-        with contextlib.suppress(OSError):
-            self._io.close(handle)
-
-    def close_in_child(self) -> None:
-        """Forget the hold in a forked child; the parent keeps it."""
-        handle, self._handle = self._handle, None
-        if handle is not None:
-            with contextlib.suppress(OSError, KeyError):
-                self._io.close(handle)
 
 
 class Held(NamedTuple):
@@ -307,13 +289,10 @@ def remove_acks(io: FileIO, root: str) -> None:
 def holder(io: FileIO, root: str, writer: str) -> str:
     """Words for who holds a lease."""
     try:
-        found: object = json.loads(read_file(io, f"{root}/{LEASES}/{writer}", 1000))
-    except (OSError, ValueError, RecursionError):
-        found = None
-    if isinstance(found, dict) and "pid" in found and "host" in found:
-        pid, host = str(found["pid"])[:20], str(found["host"])[:100]  # pyright: ignore[reportUnknownArgumentType] - any JSON
-        return f"process {pid} on {host!r}"
-    return f"writer {writer[:16]}"
+        note = read_note(read_file(io, f"{root}/{LEASES}/{writer}", NOTE_BYTES))
+    except OSError:
+        note = None
+    return note or f"writer {writer[:16]}"
 
 
 # shared -----------------------------------------------------------------------------------------
@@ -362,12 +341,11 @@ def _parse_hold(name: str) -> Held | None:
 
 def _describe(io: FileIO, handle: int) -> None:
     """Who it is, for messages; not worth failing for."""
-    text = json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode()
     with contextlib.suppress(OSError):
-        io.write(handle, [text], 0)
+        io.write(handle, [own_note()], 0)
 
 
-_held: weakref.WeakSet[Lease | Hold] = weakref.WeakSet()
+_held: weakref.WeakSet[_LockedFile] = weakref.WeakSet()
 
 
 def _forked() -> None:

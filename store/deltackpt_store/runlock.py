@@ -12,18 +12,16 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import json
 import logging
 import os
-import socket
 import time
 import weakref
 from collections.abc import Callable
-from typing import Any
 
 from deltackpt_store.errors import ConflictError
-from deltackpt_store.fileio import look_afresh, open_regular
+from deltackpt_store.fileio import open_regular, still_named
 from deltackpt_store.oserror import NO_LOCKS
+from deltackpt_store.process_note import NOTE_BYTES, own_note, read_note
 
 _log = logging.getLogger("deltackpt.writer")
 
@@ -56,7 +54,7 @@ class RunLock:
             fd = open_regular(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
             try:
                 locked = _lock(fd, path)
-                if locked is None or (locked and _is_current(fd, path)):
+                if locked is None or (locked and still_named(path, fd)):
                     _describe(fd)
                     return cls(fd, locked=locked is not None)
                 holder = _holder(fd)
@@ -100,29 +98,17 @@ def _lock(fd: int, path: str) -> bool | None:
     return True
 
 
-def _is_current(fd: int, path: str) -> bool:
-    look_afresh(path)
-    try:
-        there = os.stat(path)
-    except FileNotFoundError:
-        return False
-    mine = os.fstat(fd)
-    return (there.st_dev, there.st_ino) == (mine.st_dev, mine.st_ino)
-
-
 def _describe(fd: int) -> None:
     """Who holds it, for the message of the next one; not worth failing for."""
-    text = json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode()
     with contextlib.suppress(OSError):
         os.ftruncate(fd, 0)
-        os.pwrite(fd, text, 0)
+        os.pwrite(fd, own_note(), 0)
 
 
 def _holder(fd: int) -> str:
     try:
-        found: Any = json.loads(os.pread(fd, 1000, 0))
-        return f"process {int(found['pid'])} on {str(found['host'])[:100]!r}"
-    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
+        return read_note(os.pread(fd, NOTE_BYTES, 0)) or "another process"
+    except OSError:
         return "another process"
 
 

@@ -247,16 +247,14 @@ class RunWriter:
 
         Chunks that other packs hold as well are looked for there from now on.
         """
-        tables = [save.table for save in self._active.values()]
-        tables += [table for table in self._tables.values() if table is not None]
-        tables = [table for table in tables if not packs.isdisjoint(table.packs())]
+        tables = [table for table in self._all_tables() if not packs.isdisjoint(table.packs())]
         if not tables:
             return set()
         store, footers = self._store, MemoryIndex()
         staying = set(store.packs.names()) - packs
         refresh(footers, store.io, store.path, staying, store_uuid=store.uuid)
         needed: set[str] = set()
-        for table in {id(table): table for table in tables}.values():
+        for table in tables:
             needed |= table.leave(packs, footers)
         return needed
 
@@ -278,10 +276,14 @@ class RunWriter:
         except DeltackptError as error:  # it was collected: the next save stores its own base
             _log.info("the base that compaction has made is not used: %s", error)
             return
+        for table in self._all_tables():
+            table.adopt(snapshot.layout, snapshot.chunks)
+
+    def _all_tables(self) -> list[ChunkTable]:
+        """Of the saves in flight, and what later ones may be relative to; each table once."""
         tables = [save.table for save in self._active.values()]
         tables += [table for table in self._tables.values() if table is not None]
-        for table in {id(table): table for table in tables}.values():
-            table.adopt(snapshot.layout, snapshot.chunks)
+        return list({id(table): table for table in tables}.values())
 
     def _keep_alive(self, commit: Commit | None) -> None:
         """Hold what training was restored from, until this session has a commit of its own."""

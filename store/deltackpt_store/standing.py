@@ -22,7 +22,10 @@ from deltackpt_store.fileio import FileIO
 from deltackpt_store.generation import Generation, newest_number, read_generation
 from deltackpt_store.leases import NOTHING, Claims, Lease
 from deltackpt_store.manifest import Commit
+from deltackpt_store.mark import mark
 from deltackpt_store.oserror import storage_error
+from deltackpt_store.roots import Roots
+from deltackpt_store.store import Store
 
 _log = logging.getLogger("deltackpt.store.gc")
 
@@ -164,10 +167,6 @@ class Standing:
 
 def _is_whole(io: FileIO, root: str, commit: Commit, generation: Generation) -> bool:
     """Whether everything the commit needs lies outside what the generation condemns."""
-    from deltackpt_store.mark import mark
-    from deltackpt_store.roots import Roots
-    from deltackpt_store.store import Store
-
     if not generation.manifests.isdisjoint(d for d in (commit.manifest, commit.base) if d):
         return False
     roots = Roots(commits={(commit.run, commit.number): commit})

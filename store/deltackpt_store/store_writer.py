@@ -11,7 +11,6 @@ import secrets
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Protocol
 
 import msgspec
 from blake3 import blake3
@@ -28,8 +27,7 @@ from deltackpt_store.errors import (
     StateError,
     StorageError,
 )
-from deltackpt_store.fileio import Buffer, FileIO, publish_once
-from deltackpt_store.format_file import Format
+from deltackpt_store.fileio import Buffer, publish_once
 from deltackpt_store.generation import Generation
 from deltackpt_store.history import ancestors_after
 from deltackpt_store.holdings import Holdings
@@ -52,24 +50,12 @@ from deltackpt_store.pack_writer import sync_directory
 from deltackpt_store.presence import KIND as VANISHED
 from deltackpt_store.presence import check_there, explain, make_empty_folders
 from deltackpt_store.standing import Standing
+from deltackpt_store.store import Store
 
 FOLDERS = ("packs", "manifests", "runs", "gc")
 """What a writer makes when it is missing: none of these tells anything by being empty."""
 
 PACK_BYTES = 64 * 1024 * 1024
-
-
-class StoreLike(Protocol):
-    """What a writer needs of a store: its place, its uuid (16 bytes) and its file layer."""
-
-    @property
-    def path(self) -> str: ...
-    @property
-    def uuid(self) -> bytes: ...
-    @property
-    def io(self) -> FileIO: ...
-    @property
-    def format(self) -> Format: ...
 
 
 class StoreWriter:
@@ -98,7 +84,7 @@ class StoreWriter:
 
     def __init__(
         self,
-        store: StoreLike,
+        store: Store,
         *,
         codec: str = "auto",
         index: ChunkIndex | None = None,
