@@ -9,6 +9,7 @@ the staging ring) -> done (durable, failed or dropped).
 from __future__ import annotations
 
 import dataclasses
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -128,6 +129,7 @@ class SaveProgress:
         self._unlocked = threading.Event()
         self._staged = threading.Event()
         self._done = threading.Event()
+        self._pid = os.getpid()
 
     # the training thread -------------------------------------------------------------------
 
@@ -235,8 +237,23 @@ class SaveProgress:
                 step=self.step,
             )
         if self.error is not None:
-            self._deliver(self)
+            if os.getpid() == self._pid:
+                self._deliver(self)
             raise self.error
+
+    def check_process(self) -> None:
+        """In a forked child, `StateError` (kind "forked") unless the save ended before the fork.
+
+        Takes no lock: one may be held for ever there, by a thread that only the parent has.
+        """
+        if os.getpid() != self._pid and not self.is_done:
+            raise StateError(
+                f"step {self.step} is being saved by process {self._pid}, and this is its forked "
+                f"child {os.getpid()}, which never learns how that ends",
+                kind="forked",
+                hint="ask in the process that saves",
+                step=self.step,
+            )
 
 
 class Save:
@@ -265,14 +282,18 @@ class Save:
         return self._progress.dropped
 
     def done(self) -> bool:
-        """Whether the save has ended: durable, failed or skipped. Never blocks."""
+        """Whether the save has ended: durable, failed or skipped. Never blocks.
+
+        In a forked child, `StateError` (kind "forked") when it was in flight at the fork.
+        """
+        self._progress.check_process()
         return self._progress.is_done
 
     def staged(self, timeout: float | None = None) -> None:
         """Wait until the saved tensors may be modified by any means.
 
         Raises this save's error when it failed, and `StateError` (kind "pending") when `timeout`
-        seconds went by.
+        seconds went by, or (kind "forked") as :meth:`done`.
         """
         self._wait(self._progress.wait_staged, timeout, "staged")
         if self._progress.is_done:
@@ -283,7 +304,7 @@ class Save:
 
         Raises this save's error when it failed, `StateError` (kind "skipped") when it was dropped
         by `on_busy`, and `StateError` (kind "pending") when `timeout` seconds went by; the save
-        itself goes on in that case.
+        itself goes on in that case. In a forked child as :meth:`done`.
         """
         self._wait(self._progress.wait_done, timeout, "durable")
         self._progress.raise_error()
@@ -293,6 +314,9 @@ class Save:
 
     def _wait(self, wait: Callable[[float | None], bool], timeout: float | None, what: str) -> None:
         limit = check_seconds("timeout", timeout)
+        self._progress.check_process()
+        if self._progress.is_done:
+            return
         if not wait(0):
             refuse_waiting(self._progress.owner)
         if not wait(limit):

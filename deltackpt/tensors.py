@@ -5,13 +5,37 @@ Sparse tensors never get here: the tree takes them apart (see `tree`).
 
 from __future__ import annotations
 
+import functools
+
 import torch
+from deltackpt_store.errors import UnsupportedFormatError
+from deltackpt_store.manifest import element_bytes
 from deltackpt_store.values import refuse
 from torch import Tensor, nn
 
+from .values import dtype_from_name, dtype_name
+
 PLAIN: frozenset[type] = frozenset((Tensor, nn.Parameter))  # nn.Buffer makes plain tensors
 
-QUANTIZED = frozenset(("qint8", "quint8", "qint32", "quint4x2", "quint2x4"))
+_QUANTIZED = frozenset(("qint8", "quint8", "qint32", "quint4x2", "quint2x4"))
+"""Their numbers mean nothing without the scale and zero point, which a tensor may lack."""
+
+
+@functools.cache
+def dtype_problem(dtype: torch.dtype) -> str | None:
+    """Why no tensor of `dtype` is saved nor loaded; None when it is.
+
+    Both sides ask here, so that what is accepted by a save is always known to a load.
+    """
+    name = dtype_name(dtype)
+    if name in _QUANTIZED:
+        return "is quantized"
+    try:
+        if dtype_from_name(name) is dtype and element_bytes(name) == dtype.itemsize:
+            return None
+    except UnsupportedFormatError:
+        pass
+    return "has a name that does not tell its size"
 
 
 def refuse_unsupported(path: str, tensor: Tensor) -> None:
@@ -38,6 +62,9 @@ def _problem(tensor: Tensor) -> tuple[str, str] | None:
             f"is a quantized tensor ({tensor.dtype})",
             "save tensor.int_repr() with its scale and zero point",
         )
+    problem = dtype_problem(tensor.dtype)
+    if problem is not None:
+        return f"has the dtype {tensor.dtype}, which {problem}", "save tensor.view(torch.uint8)"
     if not tensor.numel():
         return None
     if tensor._is_zerotensor():  # pyright: ignore  # no public spelling

@@ -7,7 +7,7 @@ from deltackpt_store.errors import CorruptionError
 from deltackpt_store.manifest import TensorView
 from torch import Tensor, nn
 
-from .tensors import QUANTIZED
+from .tensors import dtype_problem
 from .values import dtype_from_name
 
 
@@ -21,7 +21,7 @@ def rebuild(view: TensorView, memory: Tensor) -> Tensor:
     dtype this torch does not have.
     """
     dtype = dtype_from_name(view.dtype)
-    if view.dtype in QUANTIZED:
+    if dtype_problem(dtype) is not None:
         raise CorruptionError(f"tensor view of the dtype {view.dtype}", kind="view")
     size = dtype.itemsize
     numbers = (*view.shape, *view.stride, view.offset)

@@ -14,12 +14,13 @@ from types import FrameType
 
 import pytest
 import torch
-from deltackpt_store.errors import InvalidInputError, StateError
+from deltackpt_store.errors import InvalidInputError, StateError, StorageError
 from saving import saved, steps
 
 from deltackpt import lifecycle
 from deltackpt.checkpointer import Checkpointer
 from deltackpt.lifecycle import SaveSignals
+from deltackpt.report import Save, SaveProgress
 
 
 @pytest.fixture(autouse=True)
@@ -357,6 +358,39 @@ def test_a_fork_uses_nothing_of_its_parent_and_ends_normally(tmp_path: Path) -> 
     for writer in ("process", "thread"):
         run_script(body, tmp_path / writer, writer)
         assert steps(tmp_path / writer) == [0, 1]
+
+
+def test_a_forked_child_does_not_wait_for_a_save_of_its_parent(tmp_path: Path) -> None:
+    """Prevents: `Save.result()` in a child waits for ever for threads that only the parent has."""
+    progress = SaveProgress("main", 1, lambda _: os._exit(91), 0.0)
+    ended = SaveProgress("main", 0, lambda _: os._exit(92), 0.0)
+    ended.fail(StorageError("gone", kind="io"))
+    save, failed = Save(progress), Save(ended)
+
+    def child() -> None:
+        calls = (save.result, save.staged, save.done, lambda: save.result(0.0),
+                 lambda: save.staged(60))  # fmt: skip
+        for call in calls:
+            with pytest.raises(StateError) as caught:
+                call()
+            assert caught.value.kind == "forked" and "step 1" in str(caught.value)
+        assert "main@1" in repr(save) and save.skipped is None
+        assert failed.done()
+        with pytest.raises(StorageError, match="gone"):  # told here, and still to be told there
+            failed.result()
+
+    for lock in (progress._lock, progress._done._cond, progress._staged._cond):  # pyright: ignore
+        with lock:  # held by a thread that the child does not have
+            pid = os.fork()
+            if pid == 0:
+                signal.alarm(60)
+                try:
+                    child()
+                except BaseException:
+                    os._exit(1)
+                os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert not save.done()
 
 
 def test_forked_loader_workers_and_saves_get_along(tmp_path: Path) -> None:
