@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 import shlex
 import signal
@@ -20,6 +21,7 @@ import deltackpt
 ROOT = Path(__file__).parents[2]
 GUIDE = ROOT / "docs" / "guide.md"
 README = ROOT / "README.md"
+PAGES = [README, *sorted((ROOT / "docs").rglob("*.md"))]
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _TOLD = re.compile(r"^(?P<indent> *)(?P<what>[^#\n]+?)  # -> (?P<value>.+)$", re.MULTILINE)
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
@@ -167,6 +169,15 @@ def test_the_table_of_errors() -> None:
     assert sorted([*told, "DeltackptError"]) == sorted(deltackpt.errors.__all__)
 
 
+def test_the_guide_tells_of_every_option() -> None:
+    text = GUIDE.read_text()
+    for call in (deltackpt.Checkpointer, deltackpt.Checkpointer.restore):
+        for option in list(inspect.signature(call).parameters)[1:]:
+            assert re.search(rf"\b{option}\b", text), option
+    for name in deltackpt.__all__:
+        assert name == "__version__" or re.search(rf"\b{name}\b", text), name
+
+
 def test_the_blocks_of_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {"__name__": "readme"}
@@ -209,7 +220,7 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
-@pytest.mark.parametrize("page", [README, *sorted((ROOT / "docs").rglob("*.md"))], ids=str)
+@pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])
 def test_no_relative_link_is_dead(page: Path) -> None:
     for link in _LINK.findall(_FENCE.sub("", page.read_text())):
         if re.match(r"[a-z]+:", link):
