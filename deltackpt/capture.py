@@ -169,6 +169,15 @@ def describe(state: Mapping[Any, Any], *, chunk_bytes: int = 1 << 18, rng: bool 
 
 def _whole(state: Mapping[Any, Any], with_rng: bool) -> dict[Any, Any]:
     """`state` with the library's own entries, but "#params", which comes last."""
+    refuse_reserved(state)
+    whole: dict[Any, Any] = dict(state)
+    if with_rng:
+        whole[RNG_KEY] = rng.collect()
+    return whole
+
+
+def refuse_reserved(state: Mapping[Any, Any]) -> None:
+    """`InvalidInputError` for a top-level name that is kept for the library's own entries."""
     for key in state:
         if isinstance(key, str) and key.startswith("#"):
             raise InvalidInputError(
@@ -177,10 +186,6 @@ def _whole(state: Mapping[Any, Any], with_rng: bool) -> dict[Any, Any]:
                 hint="rename it",
                 path=key,
             )
-    whole: dict[Any, Any] = dict(state)
-    if with_rng:
-        whole[RNG_KEY] = rng.collect()
-    return whole
 
 
 _Found = tuple[_Compiled, Leaves, extents.Probe]

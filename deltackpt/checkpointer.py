@@ -35,6 +35,7 @@ from .remarks import environment, warn_of_missing_parameters
 from .report import Save, SaveProgress, SaveReport, refuse_waiting
 from .restore import Restored, restore_and_hold
 from .save_task import Request
+from .state_check import check_state
 from .steporder import StepOrder
 
 _log = logging.getLogger("deltackpt")
@@ -133,7 +134,8 @@ class Checkpointer:
         process of low priority that ends with this object; "auto" or :class:`Compact`. Its failures
         are logged and told to observers, and touch neither training nor saved steps.
 
-        Raises `InvalidInputError` naming the option, and what opening a store raises.
+        Raises `InvalidInputError` naming the option, or the path of a value in `state` that can
+        never be saved, and what opening a store raises.
         """
         options = check_options(
             run=run, every=every, keep=keep, writer=writer, ring_bytes=ring_bytes,
@@ -147,6 +149,7 @@ class Checkpointer:
                 "state must be a mapping that is not empty, such as {'model': model}",
                 option="state",
             )
+        check_state(state)
         self._options, self._state = options, state
         self._observers = Observers(observers)
         self._store = Store.create(store, mode=mode)

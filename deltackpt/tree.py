@@ -41,6 +41,7 @@ from deltackpt_store.values import (
     refuse,
 )
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from .building import SPARSE_TAGS, build
 from .nodes import (
@@ -162,6 +163,13 @@ class Walker:
             return self._guarded(value, path, depth, origin, self._stateful)
         if isinstance(value, torch.Generator):
             raise refuse(path, "is a torch.Generator", "save generator.get_state() instead")
+        if isinstance(value, DataLoader):
+            raise refuse(
+                path,
+                "is a DataLoader, which has no state_dict()",
+                "use torchdata's StatefulDataLoader, or put the state of a sampler of your own"
+                " (epoch, batches taken) in its place",
+            )
         encode_node(value, path)  # raises, saying what is wrong with it
         raise refuse(path, f"is of type {kind.__qualname__}", "save plain values from it")
 

@@ -559,8 +559,9 @@ def test_warn_keeps_training_alive(
 
 
 def test_a_value_that_cannot_be_saved_is_refused_by_path(path: Path, opened: Opener) -> None:
-    state = {"x": torch.zeros(10), "bad": {"callback": lambda: None}}
+    state: dict[str, Any] = {"x": torch.zeros(10)}
     ckpt = opened(state)
+    state["bad"] = {"callback": lambda: None}  # from the start, the constructor refuses it
     with pytest.raises(InvalidInputError, match="bad/callback"):
         ckpt.save(0)
     assert steps(path) == []
