@@ -20,6 +20,7 @@ from deltackpt_store.errors import (
 from deltackpt_store.manifest import Commit
 from deltackpt_store.store import Store
 
+from .best_metric import BestMetric
 from .calls import Calls
 from .capture import Capture, capture
 from .compaction import Compact, Compactions, check_compact
@@ -154,6 +155,7 @@ class Checkpointer:
         self._observers = Observers(observers)
         self._store = Store.create(store, mode=mode)
         self._order = StepOrder(self._store, options.run)
+        self._best = BestMetric(self._store, options.run, options.keep)
         self._pipeline = SavePipeline(self._store, options, self._observers, self._order)
         self._signals = SaveSignals(save_on)
         self._due = Due(options.every)
@@ -281,6 +283,7 @@ class Checkpointer:
         if not overwrite:
             self._order.check(step, self._pipeline.in_flight)
         self._order.leave(step)
+        self._best.saving(step, checked)
         self._due.seen(step, started=True)
         if self._pipeline.busy:
             if self._options.on_busy != "wait" and not must:

@@ -105,7 +105,8 @@ class Keep:
     """Which durable steps of a run retention keeps; a step stays when any rule keeps it.
 
     `last`: the newest so many. `every`: steps that are multiples of it. `best`: the name of a
-    metric, or (name, "min" | "max"), whose best step stays ("min" when not said). `within`:
+    metric, or (name, "min" | "max"), whose best step stays ("min" when not said); a step without it
+    is never the best, and a warning tells when no step has it. `within`:
     steps of the last so many seconds of training. ``Keep()`` without a rule keeps everything.
     The newest step is never removed, whatever the rules say, and neither is a pinned one.
     """

@@ -7,6 +7,7 @@ from typing import Any
 import click
 from deltackpt_store.errors import InvalidInputError
 from deltackpt_store.retention import Best, Keep, RetentionPlan, apply
+from deltackpt_store.store import Store
 
 from deltackpt_tools.durations import DURATION
 from deltackpt_tools.output import counted, document, json_option, store_argument, table, write_json
@@ -26,6 +27,22 @@ def _best(text: str | None) -> Best | None:
         option="--best",
         hint="for example --best loss, or --best accuracy:max",
     )
+
+
+def _check_metric(store: Store, run: str, keep: Keep) -> None:
+    """`InvalidInputError` when no step of the run has the metric of ``--best``."""
+    if keep.best is None:
+        return
+    names = {name for commit in store.lineage(run) for name in commit.metrics}
+    if keep.best[0] not in names:
+        raise InvalidInputError(
+            f"no step of run {run!r} has a metric {keep.best[0]!r}: nothing is taken off its list",
+            kind="no-match",
+            option="--best",
+            hint=f"its metrics are {', '.join(sorted(names))}"
+            if names
+            else "it has none; leave --best out",
+        )
 
 
 def _lines(plan: RetentionPlan, dry_run: bool) -> list[str]:
@@ -82,7 +99,8 @@ def command(
     """Take the steps of RUN off its list that no rule keeps; 'gc' then frees their space.
 
     A step stays when any rule keeps it. The newest step that can be restored, pinned steps, and
-    those that somebody is reading stay whatever the rules say.
+    those that somebody is reading stay whatever the rules say. A metric of --best that no step
+    has is refused.
     """
     keep = Keep(last=last, every=every, best=_best(best), within=within)
     if keep.everything:
@@ -92,6 +110,7 @@ def command(
             hint="give --last, --every, --best or --within",
         )
     store = open_store(store_path)
+    _check_metric(store, run, keep)
     plan = apply(store, run, keep, dry_run=dry_run)
     if as_json:
         write_json(_document(store.path, plan, dry_run))
