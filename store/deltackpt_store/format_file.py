@@ -21,6 +21,8 @@ MAX_FORMAT_BYTES = 64 * 1024
 DIGEST = "blake3-256"
 KNOWN_FEATURES: frozenset[str] = frozenset()
 
+REMAKE = "run `deltackpt repair` on the store: it makes FORMAT anew from the packs"
+
 Purpose = Literal["read", "write", "gc"]
 _UUID = re.compile(r"[0-9a-f]{32}\Z")
 
@@ -73,7 +75,7 @@ def decode_format(data: bytes, path: str) -> Format:
         raise CorruptionError(
             f"{path} is damaged: its digest does not match its content",
             kind="damaged-format",
-            hint="copy FORMAT back from a copy of the store",
+            hint=REMAKE,
             path=path,
         )
     try:

@@ -275,7 +275,7 @@ class History(PinFiles):
         raise NotFoundError(
             f"store {self.path} has no run or pin {name!r}",
             kind="unknown-name",
-            hint=f"it has {some_of(sorted({*runs, *pinned}))}" if runs else "it holds no run yet",
+            hint=_did_you_mean(name, runs, some_of(sorted({*runs, *pinned}))),
             path=self.path,
             name=name,
         )
@@ -329,6 +329,15 @@ class History(PinFiles):
         return NotFoundError(
             f"run {run!r} in {self.path} has no step yet", kind="no-step", path=self.path, run=run
         )
+
+
+def _did_you_mean(name: str, runs: list[str], known: str) -> str:
+    if not runs:
+        return "it holds no run yet"
+    if not name.isdecimal():
+        return f"it has {known}"
+    step = f"@{name}" if len(runs) == 1 else f"@{name} or {runs[0]}@{name}"
+    return f"did you mean step {name}, {step}? it has {known}"
 
 
 def _within(numbers: list[int], commit: Commit) -> list[int]:

@@ -21,12 +21,18 @@ Lost = dict[bytes, str]
 
 
 def lost_chunks(
-    packs: PackSet, ids: Ids, lengths: NDArray[np.int64], bad: Iterable[BadRecord]
+    packs: PackSet,
+    ids: Ids,
+    lengths: NDArray[np.int64],
+    bad: Iterable[BadRecord],
+    *,
+    scan: bool = True,
 ) -> Lost:
     """Chunks that no sound record holds, among those needed and those of the `bad` records.
 
     `ids` and `lengths` are the chunks needed. A chunk with another copy, in an intact pack or found
-    by scanning a damaged one, is not lost.
+    by scanning a damaged one, is not lost. Without `scan` the damaged packs count for nothing:
+    what then is lost in addition would go with them.
     """
     suspects: dict[bytes, int | None] = {}
     broken: set[tuple[str, int]] = set()
@@ -41,17 +47,19 @@ def lost_chunks(
             suspects[ids[row].tobytes()] = int(lengths[row])
     lost: Lost = {}
     for chunk_id, length in suspects.items():
-        places = packs.index.locations(chunk_id) + packs.salvage(chunk_id)
+        places = packs.index.locations(chunk_id)
+        if scan:
+            places += packs.salvage(chunk_id)
         sound = [place.raw for place in places if (place.pack, place.offset) not in broken]
         if not sound:
             lost[chunk_id] = "no intact record holds it"
         elif length is not None and length not in sound:
             lost[chunk_id] = f"it has {sound[0]} bytes where {length} are needed"
-    _lose_dependents(packs, lost)
+    _lose_dependents(packs, lost, scan)
     return lost
 
 
-def _lose_dependents(packs: PackSet, lost: Lost) -> None:
+def _lose_dependents(packs: PackSet, lost: Lost, scan: bool) -> None:
     """Add chunks all of whose records are coded against chunks that are lost themselves."""
     coded: dict[bytes, list[tuple[bytes, ...]]] = {}
     for name in packs.index.packs():
@@ -64,7 +72,7 @@ def _lose_dependents(packs: PackSet, lost: Lost) -> None:
     referenced = list({r for rows in coded.values() for refs in rows for r in refs})
     table = np.frombuffer(b"".join(referenced), np.uint8).reshape(-1, ID_BYTES)
     absent = np.flatnonzero(~packs.index.contains_many(table)).tolist()
-    gone = {referenced[row] for row in absent if not packs.salvage(referenced[row])}
+    gone = {referenced[row] for row in absent if not (scan and packs.salvage(referenced[row]))}
     gone.update(lost)
     grown = True
     while grown:

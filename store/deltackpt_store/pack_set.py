@@ -24,6 +24,11 @@ def is_damage(error: DeltackptError | OSError) -> bool:
     return True
 
 
+def is_gone(error: DeltackptError) -> bool:
+    """Whether an error says that the file is not there: a pack that was collected, as a rule."""
+    return isinstance(error, StorageError) and error.errno == errno.ENOENT
+
+
 class PackSet:
     """Which packs hold which chunks, learned from footers. Thread-safe; never writes.
 
@@ -72,8 +77,7 @@ class PackSet:
             if not is_damage(error):
                 raise
             # One that is gone was collected: what it held lies elsewhere, if it is needed.
-            gone = isinstance(error, StorageError) and error.errno == errno.ENOENT
-            level = logging.DEBUG if gone else logging.WARNING
+            level = logging.DEBUG if is_gone(error) else logging.WARNING
             _log.log(level, "pack %s cannot be used: %s", name, error)
             self.damaged[name] = error
             return None
@@ -105,8 +109,7 @@ class PackSet:
     def _scan(self, name: str) -> dict[bytes, list[Location]]:
         records: dict[bytes, list[Location]] = {}
         error = self.damaged[name]
-        gone = isinstance(error, StorageError) and error.errno == errno.ENOENT
-        if not gone and not isinstance(error, UnsupportedFormatError):
+        if not is_gone(error) and not isinstance(error, UnsupportedFormatError):
             try:
                 for record in scan_records(self.io, self.path(name)):
                     if record.intact:

@@ -18,7 +18,7 @@ from deltackpt_store.names import RETIRED_SUFFIX, number_name, parse_number
 from deltackpt_store.oserror import storage_error
 from deltackpt_store.store import Store
 
-_REPAIR = "run `deltackpt verify`, and repair the store before collecting garbage"
+_REPAIR = "run `deltackpt verify`, and `deltackpt repair` before garbage is collected"
 
 
 class Retired(NamedTuple):

@@ -30,6 +30,7 @@ from deltackpt_store.fileio import (
 from deltackpt_store.format_file import (
     FORMAT_NAME,
     MAX_FORMAT_BYTES,
+    REMAKE,
     Format,
     decode_format,
     encode_format,
@@ -259,7 +260,7 @@ def _read_format(io: FileIO, path: str) -> Format | None:
             raise CorruptionError(
                 f"{name} cannot be read: {error.strerror or error}",
                 kind="damaged-format",
-                hint="copy FORMAT back from a copy of the store",
+                hint=REMAKE,
                 path=name,
             ) from error
         raise storage_error(error, "open the store, reading", name) from error
@@ -272,7 +273,7 @@ def _without_format(io: FileIO, path: str) -> str:
     except OSError:
         return "name the directory that a Checkpointer was given"
     if _looks_like_a_store(names):
-        return "it looks like one whose FORMAT was lost: copy that back from a copy of the store"
+        return f"it looks like one whose FORMAT was lost: {REMAKE}"
     return "name the directory that a Checkpointer was given"
 
 

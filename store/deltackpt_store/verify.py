@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import errno
 import warnings
 from collections.abc import Iterable
 from typing import Literal, get_args
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from deltackpt_store import values_decode
 from deltackpt_store.budgeted import WINDOW, Budget, Coverage, scrub_within
@@ -16,15 +16,14 @@ from deltackpt_store.errors import (
     CorruptionError,
     DeltackptError,
     InvalidInputError,
-    StorageError,
     UnsupportedFormatError,
 )
 from deltackpt_store.impact import DamageMap, NeededChunks
 from deltackpt_store.lost_chunks import Lost, lost_chunks, read_back
-from deltackpt_store.manifest import Commit
+from deltackpt_store.manifest import Commit, Ids
 from deltackpt_store.names import is_digest_name, parse_number
 from deltackpt_store.names import pack_path as relative_pack_path
-from deltackpt_store.pack_set import PackSet
+from deltackpt_store.pack_set import PackSet, is_gone
 from deltackpt_store.scrub import BadRecord, Progress, scrub
 from deltackpt_store.store import Store
 
@@ -51,6 +50,8 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     the store, the chunk id in hexadecimal, or the path of the value. `pack` is the file that holds
     the damaged record of a chunk. `hits` are the steps that cannot be restored whole because of
     it: none when everything they need can still be read, from another copy or otherwise.
+    `needed_by` are the steps that read records of a damaged pack by searching the file for them:
+    they can be restored as long as that file stays.
     """
 
     kind: str
@@ -58,6 +59,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
     pack: str | None = None
     hits: tuple[Hit, ...] = ()
+    needed_by: tuple[Hit, ...] = ()
 
 
 class VerifyReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -180,7 +182,8 @@ class _Verification:
         if level == "restore":
             lost.update(read_back(self._packs, self._closure, ids, lengths, lost, threads))
             self._decode_values()
-        self._report_chunks(lost, bad)
+        leaning = self._leaning(ids, lengths, bad, lost)
+        self._report_chunks(lost, bad, leaning)
         tables = [t.table for n in names if (t := self._packs.index.entries(n)) is not None]
         return VerifyReport(
             level=level,
@@ -315,7 +318,32 @@ class _Verification:
         self._bad_packs = dict(self._packs.damaged)  # readers forget those that are gone
         return intact
 
-    def _report_chunks(self, lost: Lost, bad: list[BadRecord]) -> None:
+    def _leaning(
+        self, ids: Ids, lengths: NDArray[np.int64], bad: list[BadRecord], lost: Lost
+    ) -> dict[str, dict[int, Hit]]:
+        """By damaged pack, the steps that read chunks by searching it for their records."""
+        found: dict[str, dict[int, Hit]] = {}
+        searched = {name for name in self._packs.damaged if self._packs.salvaged(name)}
+        if not searched:
+            return found
+        without = lost_chunks(self._packs, ids, lengths, bad, scan=False)
+        chunks = without.keys() - lost.keys()
+        if not chunks:
+            return found
+        mapping = DamageMap(chunks)
+        for place, commit in enumerate(self._commits):
+            snapshot = self._store.snapshot(commit)
+            for chunk_id, paths in mapping.hits(snapshot).items():
+                holders = {n for n in searched if chunk_id in self._packs.salvaged(n)}
+                for name in holders or searched.intersection(snapshot.packs):
+                    known = found.setdefault(name, {}).get(place)
+                    every = dict.fromkeys([*(known.tensors if known else ()), *paths])
+                    found[name][place] = _hit(commit, every)
+        return found
+
+    def _report_chunks(
+        self, lost: Lost, bad: list[BadRecord], leaning: dict[str, dict[int, Hit]]
+    ) -> None:
         """One finding for each damaged pack, damaged record, and chunk lost in another way.
 
         A pack that is gone, and a whole record whose references are gone, are collected garbage
@@ -324,11 +352,13 @@ class _Verification:
         hits, blamed = self._hits(lost, {record.id for record in bad})
         for name, error in sorted(self._bad_packs.items()):
             path = relative_pack_path(name)
-            if _is_gone(error) and name not in self._hurt:
+            if is_gone(error) and name not in self._hurt:
                 reason = "it is gone, and nothing that was in it is needed or missing"
                 self._notes.append(_finding("pack", path, reason))
             else:
-                self._found("pack", path, error, blamed.get(name, {}).values())
+                found = _finding("pack", path, error, blamed.get(name, {}).values())
+                needed = tuple(leaning.get(name, {}).values())
+                self._findings.append(msgspec.structs.replace(found, needed_by=needed))
         for record in bad:
             where = relative_pack_path(record.pack)
             hit = hits.get(record.id, ())
@@ -369,10 +399,6 @@ class _Verification:
             for culprit in culprits if gone else ():
                 blamed.setdefault(culprit, {})[place] = _hit(commit, gone)
         return hits, blamed
-
-
-def _is_gone(error: DeltackptError) -> bool:
-    return isinstance(error, StorageError) and error.errno == errno.ENOENT
 
 
 def _finding(

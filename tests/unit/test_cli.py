@@ -269,6 +269,7 @@ ADVICE = {
     "storage_keeps_up": (bool, type(None)), "ring_keeps_up": (bool, type(None)),
     "skipped": int, "write_speed": OPTIONAL_NUMBER,
 }  # fmt: skip
+HIT = {"run": str, "step": OPTIONAL_INT, "number": int, "whole_step": bool, "tensors": [str]}
 SCHEMAS: dict[str, dict[str, Any]] = {
     "log": {
         "format": str, "store": str,
@@ -323,9 +324,8 @@ SCHEMAS: dict[str, dict[str, Any]] = {
     "verify": {
         "format": str, "store": str, "level": str, "ok": bool, "runs": int, "commits": int,
         "manifests": int, "packs": int, "chunks": int, "bytes": int,
-        "findings": [{"kind": str, "name": str, "pack": OPTIONAL_STR, "reason": str, "hits": [{
-            "run": str, "step": OPTIONAL_INT, "number": int, "whole_step": bool,
-            "tensors": [str]}]}],
+        "findings": [{"kind": str, "name": str, "pack": OPTIONAL_STR, "reason": str,
+                      "hits": [HIT], "needed_by": [HIT]}],
         "notes": [{"kind": str, "name": str, "pack": OPTIONAL_STR, "reason": str}],
         "coverage": ({
             "packs": int, "total_bytes": int, "checked_packs": int, "checked_bytes": int,
@@ -355,7 +355,8 @@ SCHEMAS: dict[str, dict[str, Any]] = {
     "report": {
         "format": str, "store": str, "output": str, "made": float,
         "runs": [{
-            "run": str, "modules": [str], "module_bytes": [int], "share": [[OPTIONAL_NUMBER]],
+            "run": str, "modules": [str], "module_bytes": [int],
+            "module_parameters": [OPTIONAL_STR], "share": [[OPTIONAL_NUMBER]],
             "update": ([[OPTIONAL_NUMBER]], None), "advice": (ADVICE, None),
             "saves": [{
                 "step": int, "number": int, "created": float, "is_base": bool,

@@ -144,7 +144,8 @@ def test_globs_narrow_everything(small: SmallStore) -> None:
     assert [c.path for c in result.tensors] == ["a/w"]
     assert [v.path for v in result.values] == ["a/x"]
     assert result.bytes == 8000
-    assert diff(small.store, "@1", "@2", only=["nothing"]).identical
+    with pytest.raises(NotFoundError, match="nothing in main@1 and main@2 matches 'b/z'"):
+        diff(small.store, "@1", "@2", only=["a/*", "b/z"])
 
 
 def test_one_name_means_the_step_that_it_continues(small: SmallStore) -> None:

@@ -189,6 +189,6 @@ def test_probe_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code, text = run()
     assert code == 14
     assert "no store can be kept here" in text
-    result = CliRunner().invoke(cli, ["probe", str(tmp_path / "not/yet/there")])
+    result = CliRunner().invoke(cli, ["probe", str(tmp_path / "not yet")])
     assert result.exit_code == 14
-    assert not (tmp_path / "not").exists()
+    assert not (tmp_path / "not yet").exists()

@@ -76,7 +76,10 @@ def test_wrong_clocks_do_not_put_a_step_before_its_parent() -> None:
 
 
 def test_what_retention_removed_is_shown_as_a_gap() -> None:
-    assert drawn(entry("a5", "a4", 5)) == ["*  a5", ":  (continues what is not listed)"]
+    assert drawn(entry("a5", "a4", 5)) == ["*  a5"]  # nothing older is left
+    assert drawn(entry("a5", "a4", 5), entry("a1", None, 1)) == [
+        "*  a5", ":  (continues a step that was removed)", "*  a1"
+    ]  # fmt: skip
 
 
 def test_graph_of_a_store(small: SmallStore) -> None:

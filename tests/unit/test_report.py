@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from deltackpt_tools import report_charts
 from deltackpt_tools.cli import cli
 from deltackpt_tools.heatmap_image import png
-from deltackpt_tools.module_paths import depth_for, fold, natural
+from deltackpt_tools.module_paths import Folding, fold, natural, suited
 from deltackpt_tools.reporting import Report, report
 from deltackpt_tools.tiny_font import draw
 from report_store import PER, SAVES, make_report_store
@@ -164,7 +164,7 @@ def test_the_page_is_well_formed_and_fetches_nothing(made: Report) -> None:
     assert (checker.problems, checker.open) == ([], [])
     assert len(checker.ids) == len(set(checker.ids))
     for what in ("http://", "https://", "@import", "url("):
-        assert what not in html.replace("http://www.w3.org/2000/svg", "")
+        assert what not in html.replace("http://www.w3.org/2000/svg", "").replace("url(#", "")
 
 
 def test_every_save_and_module_is_in_a_table_without_a_script(made: Report) -> None:
@@ -248,6 +248,28 @@ def test_module_paths() -> None:
     assert fold("weight", 3) == "weight"
     assert fold('state/"a.b/c"/x', 2) == 'state/"a.b/c"'
     assert sorted(["l.10", "l.9", "l.1"], key=natural) == ["l.1", "l.9", "l.10"]
-    paths = [f"model/layers.{i}.w" for i in range(100)]
-    assert depth_for(paths, 60) == 2
-    assert depth_for(paths, 100) == 3
+
+
+def folded(paths: list[str], limit: int = 60) -> list[str]:
+    fold = suited(paths, limit)
+    return sorted({fold(path) for path in paths}, key=natural)
+
+
+def test_modules_are_as_many_as_one_can_read() -> None:
+    """Prevents: one useless row for all layers of a model."""
+    layers = [f"model/layers.{i}.{m}.weight" for i in range(100) for m in "qkv"]
+    assert folded(layers) == [f"model/layers.{i}" for i in range(100)]  # too many, but else one
+    few = [f"model/layers.{i}.{m}.weight" for i in range(4) for m in "qkv"]
+    assert folded(few) == [f"model/layers.{i}.{m}" for i in range(4) for m in "kqv"]
+    state = [f"optimizer/state/{i}/exp_avg" for i in range(300)]
+    assert folded([*few, *state]) == [
+        *(f"model/layers.{i}.{m}" for i in range(4) for m in "kqv"), "optimizer/state"
+    ]  # fmt: skip
+    assert folded([*layers, *state, "lr"]) == [
+        "lr", *(f"model/layers.{i}" for i in range(100)), "optimizer/state"
+    ]  # fmt: skip
+    assert folded([f"m/{i}/w" for i in range(1000)]) == ["m"]  # nobody reads a thousand
+    assert folded(["m/w", "m/a.w", "m/a.b.w"]) == ["m", "m/a", "m/a.b"]
+    assert folded([]) == []
+    assert folded(few, limit=1) == [f"model/layers.{i}" for i in range(4)]
+    assert Folding(2)("model/layers.0.w") == "model/layers"

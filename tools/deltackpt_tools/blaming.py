@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 
 from deltackpt_tools.chunk_rows import ChunkRows
 from deltackpt_tools.compare import span, tensor_nbytes
-from deltackpt_tools.describe import matches
 from deltackpt_tools.frames import as_dict, frame
 from deltackpt_tools.module_paths import natural
 from deltackpt_tools.named import StepLike, StoreLike, ancestry, as_commit, as_store
+from deltackpt_tools.nearness import matches, near
 from deltackpt_tools.numeric import count_nonfinite, may_be_nonfinite
 from deltackpt_tools.parameters import ParameterNames
 from deltackpt_tools.tensor_bytes import TensorBytes
@@ -129,7 +129,7 @@ def blame(
         raise NotFoundError(
             f"{commit.run}@{commit.step} has no tensor {tensor!r}",
             kind="unknown-tensor",
-            hint="'deltackpt show' lists them; globs like '*.weight' are allowed",
+            hint=near(tensor, list(_by_path(snapshot))),
             path=tensor,
         )
     walk = _Walk(where, line, snapshot, views, progress)

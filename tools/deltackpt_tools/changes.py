@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from deltackpt_tools.frames import as_dict, frame
-from deltackpt_tools.module_paths import fold, natural
+from deltackpt_tools.module_paths import Depth, folding, natural
 
 Change = Literal["added", "removed", "renamed", "reshaped", "changed", "unproven"]
 """``reshaped``: dtype, shape or another attribute differs. ``unproven``: the two steps cut their
@@ -149,8 +149,9 @@ class Diff:
     def identical(self) -> bool:
         return not (self.tensors or self.values or self.structure_changed)
 
-    def modules(self, depth: int) -> tuple[ModuleChange, ...]:
-        """The tensors folded to modules of `depth` parts, those that changed most first."""
+    def modules(self, depth: Depth) -> tuple[ModuleChange, ...]:
+        """The tensors folded to modules of `depth` parts, or with "auto" to a readable number of
+        modules; those that changed most first."""
         return tuple(_fold(self, depth))
 
     def to_dict(self) -> dict[str, Any]:
@@ -185,11 +186,12 @@ def by_importance(change: TensorChange) -> tuple[Any, ...]:
     return (min(broken, 0), form, update, share, -change.changed_bytes, natural(change.path))
 
 
-def _fold(diff: Diff, depth: int) -> Iterator[ModuleChange]:
+def _fold(diff: Diff, depth: Depth) -> Iterator[ModuleChange]:
     found: dict[str, ModuleChange] = {}
+    fold = folding(depth, [path for path, _ in diff.compared])
 
     def module(path: str) -> ModuleChange:
-        name = fold(path, depth)
+        name = fold(path)
         return found.get(name) or ModuleChange(name, 0, 0, 0, 0, None, None)
 
     for path, size in diff.compared:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import sys
 from typing import Any
 
@@ -37,6 +38,12 @@ COMMANDS: dict[str, tuple[str, str]] = {
 }
 
 
+_EXTRA = re.compile(r"Got unexpected extra arguments? \((.*)\)$", re.DOTALL)
+_MENDING = (
+    "`deltackpt verify` tells which steps are hit, `deltackpt repair` mends what has another copy"
+)
+
+
 class LazyGroup(click.Group):
     """Knows its subcommands by name, and imports one only when it runs."""
 
@@ -50,6 +57,17 @@ class LazyGroup(click.Group):
         command: click.Command = module.command
         return command
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args[0] not in COMMANDS and not args[0].startswith("-"):
+            import difflib
+
+            found = difflib.get_close_matches(args[0], COMMANDS)
+            choice = f"Did you mean {' or '.join(found)}?" if found else "--help lists them all."
+            raise click.UsageError(f"No such command {args[0]!r}. {choice}", ctx)
+        return super().resolve_command(ctx, args)
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
             formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
@@ -58,6 +76,11 @@ class LazyGroup(click.Group):
         """Run the subcommand; leave with the exit code that its error stands for."""
         try:
             return super().invoke(ctx)
+        except click.UsageError as error:
+            more = _about_arguments(error.message)
+            if not more:
+                raise
+            raise click.UsageError(error.message + more, error.ctx) from error
         except (click.ClickException, click.exceptions.Exit, click.Abort):
             raise
         except KeyboardInterrupt:
@@ -77,12 +100,25 @@ class LazyGroup(click.Group):
             ctx.exit(code)
 
 
+def _about_arguments(message: str) -> str:
+    """What to add to click's words about arguments too many."""
+    found = _EXTRA.match(message)
+    if found is None:
+        return ""
+    extra = found[1].split()
+    if extra[0].isdecimal():
+        return f". A step is named @{extra[0]} or RUN@{extra[0]}."
+    return ". Quote patterns, as in --only 'model/*', or the shell puts file names there."
+
+
 def report_error(error: Exception, code: Exit) -> None:
     """One line (and the way out) on stderr; with --json also a document on stdout."""
     from deltackpt_tools.output import error_document, safe, write_json
 
     message = str(getattr(error, "message", None) or error)
     hint = getattr(error, "hint", None)
+    if code == Exit.CORRUPT and "deltackpt repair" not in (hint or ""):
+        hint = f"{hint}; {_MENDING}" if hint else _MENDING
     if click.get_current_context().meta.get("deltackpt.json"):
         write_json(error_document(error, message, hint, int(code)))
     click.echo(f"deltackpt: {safe(message)}", err=True)

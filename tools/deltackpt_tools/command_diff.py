@@ -8,8 +8,10 @@ from typing import Any
 import click
 
 from deltackpt_tools.changes import Diff, ModuleChange, TensorChange
+from deltackpt_tools.depths import depth_option
 from deltackpt_tools.diffing import diff
 from deltackpt_tools.exits import Exit
+from deltackpt_tools.module_paths import Depth
 from deltackpt_tools.numeric import needs_package
 from deltackpt_tools.output import (
     counted,
@@ -156,7 +158,7 @@ def _section(title: str, lines: list[str]) -> list[str]:
     return ["", title, *(f"  {line}" for line in lines)] if lines else []
 
 
-def _lines(result: Diff, depth: int | None) -> list[str]:
+def _lines(result: Diff, depth: Depth | None) -> list[str]:
     lines = [_found(result)]
     right = frozenset({4, 5, 6, 7, 8, 9, 10, 11, 12})
     if depth is None:
@@ -209,11 +211,7 @@ def _hints(result: Diff) -> list[str]:
     metavar="GLOB",
     help="Only tensors and values whose path matches (may be repeated; '*' crosses '/').",
 )
-@click.option(
-    "--depth",
-    type=click.IntRange(min=1),
-    help="Fold tensors to modules: the first N parts of their paths (parts end at '/' and '.').",
-)
+@depth_option("Fold tensors to modules")
 @click.option(
     "--values",
     is_flag=True,
@@ -229,7 +227,7 @@ def command(
     new: str | None,
     other: str | None,
     globs: tuple[str, ...],
-    depth: int | None,
+    depth: Depth | None,
     values: bool,
     as_json: bool,
 ) -> None:
@@ -251,6 +249,6 @@ def command(
     context.exit(Exit.OK if result.identical else Exit.FINDING)
 
 
-def _document(result: Diff, depth: int | None) -> dict[str, Any]:
+def _document(result: Diff, depth: Depth | None) -> dict[str, Any]:
     modules = [] if depth is None else [one.to_dict() for one in result.modules(depth)]
     return document("diff", store=result.old.store, **result.to_dict(), modules=modules)

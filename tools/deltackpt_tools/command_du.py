@@ -6,7 +6,9 @@ from typing import Any
 
 import click
 
+from deltackpt_tools.depths import depth_option
 from deltackpt_tools.exits import Exit
+from deltackpt_tools.module_paths import Depth
 from deltackpt_tools.output import (
     counted,
     document,
@@ -112,14 +114,10 @@ def _document(path: str, usage: Usage, modules: list[ModuleUsage]) -> dict[str, 
 
 @click.command("du")
 @store_argument
-@click.option(
-    "--depth",
-    type=click.IntRange(min=1),
-    help="Also by module: the first N parts of the tensors' paths (parts end at '/' and '.').",
-)
+@depth_option("Also by module of the tensors")
 @json_option
 @click.pass_context
-def command(context: click.Context, store_path: str, depth: int | None, as_json: bool) -> None:
+def command(context: click.Context, store_path: str, depth: Depth | None, as_json: bool) -> None:
     """Show where the bytes are, by run and step, and with --depth by module.
 
     'total' is what a step (or module) needs, 'only here' what no other step (module) needs and

@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 import click
+from deltackpt_store.errors import InvalidInputError
 from deltackpt_store.manifest import Commit
 
 from deltackpt_tools.exits import Exit
@@ -24,6 +25,8 @@ from deltackpt_tools.publish import check_target, published
 from deltackpt_tools.selection import select
 from deltackpt_tools.stores import label, open_store
 from deltackpt_tools.tensor_bytes import TensorBytes
+
+_ENDINGS = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch"}
 
 
 def _lines(commit: Commit, target: str, result: Exported) -> list[str]:
@@ -71,6 +74,20 @@ def _document(path: str, commit: Commit, target: str, kind: str, result: Exporte
     )
 
 
+def _kind(output: str) -> str:
+    """The format that the ending of `output` stands for."""
+    ending = os.path.splitext(output)[1]
+    if ending not in _ENDINGS:
+        raise InvalidInputError(
+            f"the name {output} does not tell the format to write",
+            kind="unknown-format",
+            option="--format",
+            hint="give --format safetensors or --format torch, or a name that ends in "
+            + ", ".join(_ENDINGS),
+        )
+    return _ENDINGS[ending]
+
+
 @click.command("export")
 @store_argument
 @click.argument("step")
@@ -79,7 +96,7 @@ def _document(path: str, commit: Commit, target: str, kind: str, result: Exporte
     "--format",
     "kind",
     type=click.Choice(["safetensors", "torch"]),
-    help="Default: safetensors, or torch when OUTPUT ends in .pt, .pth or .bin.",
+    help="Needed unless OUTPUT ends in .safetensors, or in .pt, .pth or .bin (torch).",
 )
 @click.option(
     "--prefix",
@@ -116,7 +133,7 @@ def command(
     cannot hold one of the tensors (the others are written), or holds a value in another form.
     """
     if kind is None:
-        kind = "torch" if output.endswith((".pt", ".pth", ".bin")) else "safetensors"
+        kind = _kind(output)
     check_target(output, force=force)
     store = open_store(store_path)
     commit = store.resolve_name(step)

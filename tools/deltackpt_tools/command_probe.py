@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 import click
+from deltackpt_store.errors import InvalidInputError, NotFoundError
 from deltackpt_store.fileio import FileIO
 from deltackpt_store.location import Primitive, probe
 from deltackpt_store.oserror import storage_error
@@ -14,7 +15,7 @@ from deltackpt_tools.exits import Exit
 from deltackpt_tools.output import document, json_option, safe, table, write_json
 
 
-def _lines(place: str, found: list[Primitive]) -> list[str]:
+def _lines(path: str, place: str, found: list[Primitive]) -> list[str]:
     rows: list[list[str]] = []
     for one in found:
         told = "" if one.detail == "works" else f" ({safe(one.detail)})"
@@ -27,7 +28,10 @@ def _lines(place: str, found: list[Primitive]) -> list[str]:
         verdict = "no store can be kept here"
     else:
         verdict = "a store can be kept here, with what is said above"
-    return [f"tried in {safe(place)}", *table(rows), verdict]
+    where = f"tried in {safe(place)}"
+    if not os.path.isdir(path):
+        where += f": {safe(path)} does not exist yet, and would be made there"
+    return [where, *table(rows), verdict]
 
 
 def _document(place: str, found: list[Primitive]) -> dict[str, Any]:
@@ -41,13 +45,27 @@ def _document(place: str, found: list[Primitive]) -> dict[str, Any]:
 
 
 def _place(path: str) -> str:
-    """The directory to try in: the cache of a store, else the nearest one that exists."""
+    """The directory to try in: the cache of a store, else the directory itself, or the one that a
+    store would be made in. Nothing is tried farther up, which may be another file system."""
     path = os.path.realpath(path)
     if os.path.exists(f"{path}/FORMAT"):
         return f"{path}/cache"
-    while not os.path.isdir(path):
-        path = os.path.dirname(path)
-    return path
+    if os.path.isdir(path):
+        return path
+    if os.path.lexists(path):
+        raise InvalidInputError(
+            f"{path} is no directory", kind="bad-path", hint="name a directory", path=path
+        )
+    parent = os.path.dirname(path)
+    if not os.path.isdir(parent):
+        raise NotFoundError(
+            f"the directory {path} does not exist, nor does the one above it",
+            kind="no-such-folder",
+            hint="name one that exists, or make it first: what lies farther up may be another "
+            "file system",
+            path=path,
+        )
+    return parent
 
 
 @click.command("probe")
@@ -57,7 +75,8 @@ def _place(path: str) -> str:
 def command(context: click.Context, path: str, as_json: bool) -> None:
     """Try what the file system at PATH can do for a store: names, syncs, locks, memory maps.
 
-    PATH is a store, or where one is to be. Makes a few small files there and removes them. A store
+    PATH is a store, or a directory where one is to be; when it does not exist yet, the one above it
+    is tried. Makes a few small files there and removes them. A store
     tries the same by itself when it is first written to at a place. Exit code 0: everything works;
     3: a store can be kept, with less; 14: none can.
     """
@@ -69,7 +88,7 @@ def command(context: click.Context, path: str, as_json: bool) -> None:
     if as_json:
         write_json(_document(place, found))
     else:
-        click.echo("\n".join(_lines(place, found)))
+        click.echo("\n".join(_lines(path, place, found)))
     missing = [one for one in found if not one.works]
     vital = any(one.vital for one in missing)
     context.exit(Exit.STORAGE if vital else Exit.PARTIAL if missing else Exit.OK)

@@ -73,8 +73,8 @@ def _said(result: Report, output: str, written: int) -> list[str]:
 @click.option(
     "--mtbf",
     type=DURATION,
-    default=MTBF,
-    show_default="6h",
+    default=f"{MTBF / 3600:g}h",
+    show_default=True,
     metavar="TIME",
     help="Mean time between failures, for the advice on how often to save.",
 )

@@ -44,27 +44,30 @@ def _hit(hit: Hit) -> str:
 def _finding(finding: Finding) -> list[str]:
     where = f" in {finding.pack}" if finding.pack else ""
     lines = [f"damaged {finding.kind} {safe(finding.name)}{where}: {safe(finding.reason)}"]
-    if not finding.hits:
+    if not finding.hits and not finding.needed_by:
         lines.append("  no step depends on it")
-    return [*lines, *(f"  hits {_hit(hit)}" for hit in finding.hits)]
+    lines += [f"  hits {_hit(hit)}" for hit in finding.hits]
+    if finding.needed_by:
+        lines.append("  keep this file: records in it can still be read, and are needed by")
+    return [*lines, *(f"    {_hit(hit)}" for hit in finding.needed_by)]
 
 
 def _notes(report: VerifyReport) -> list[str]:
-    """What was collected and is still named, counted: nothing is to be done about it."""
-    packs = sum(note.kind == "pack" for note in report.notes)
-    records = len(report.notes) - packs
+    """What collection left behind: no damage, and nothing is to be done about it."""
     lines: list[str] = []
-    if packs:
-        lines.append(f"note: {counted(packs, 'pack')} still named and collected, not needed")
-    if records:
-        what = counted(records, "record")
-        lines.append(f"note: {what} coded against chunks that are gone, not needed")
+    for note in report.notes:
+        where = f" in {note.pack}" if note.pack else ""
+        lines.append(f"fine: {note.kind} {safe(note.name)}{where}: {safe(note.reason)}")
+    if lines:
+        lines.append(
+            f"fine: {counted(len(report.notes), 'thing')} that no step needs, left by collection"
+        )
     return lines
 
 
-def _lines(report: VerifyReport) -> list[str]:
+def _lines(report: VerifyReport, verbose: bool) -> list[str]:
     lines = [line for finding in report.findings for line in _finding(finding)]
-    lines += _notes(report)
+    lines += _notes(report) if verbose else []
     lines.append(
         f"checked {counted(report.commits, 'commit')}, {counted(report.manifests, 'manifest')}, "
         f"{counted(report.packs, 'pack')}, {counted(report.chunks, 'chunk')} "
@@ -80,6 +83,11 @@ def _lines(report: VerifyReport) -> list[str]:
             f"{counted(len(report.findings), 'finding')}; steps that cannot be restored whole: "
             + (", ".join(steps) if steps else "none")
         )
+        if any(finding.needed_by for finding in report.findings):
+            lines.append(
+                "no file may be deleted by hand: `deltackpt repair` writes what can still be read "
+                "to sound packs"
+            )
     return lines
 
 
@@ -140,6 +148,7 @@ def _document(path: str, report: VerifyReport) -> dict[str, Any]:
                 "pack": finding.pack,
                 "reason": finding.reason,
                 "hits": [hit(one) for one in finding.hits],
+                "needed_by": [hit(one) for one in finding.needed_by],
             }
             for finding in report.findings
         ],
@@ -171,9 +180,12 @@ def _document(path: str, report: VerifyReport) -> dict[str, Any]:
 @click.option(
     "--within",
     type=DURATION,
-    default=WINDOW,
-    show_default="7d",
+    default=f"{WINDOW / 86400:g}d",
+    show_default=True,
     help="With --budget: report how much was checked in that time.",
+)
+@click.option(
+    "--verbose", is_flag=True, help="Also list what collection left behind, which is no damage."
 )
 @json_option
 @click.pass_context
@@ -185,6 +197,7 @@ def command(
     threads: int | None,
     budget: str | None,
     within: float,
+    verbose: bool,
     as_json: bool,
 ) -> None:
     """Check what is stored, and list all damage with the steps and tensors it hits.
@@ -206,5 +219,5 @@ def command(
     if as_json:
         write_json(_document(store.path, report))
     else:
-        click.echo("\n".join(_lines(report)))
+        click.echo("\n".join(_lines(report, verbose)))
     context.exit(Exit.OK if report.ok else Exit.CORRUPT)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import click
 
 from deltackpt_tools.history_stat import seconds
+from deltackpt_tools.named import StoreLike
 from deltackpt_tools.output import (
     counted,
     document,
@@ -20,7 +21,7 @@ from deltackpt_tools.output import (
     table,
     write_json,
 )
-from deltackpt_tools.watching import StoreState, look, watch
+from deltackpt_tools.watching import StoreState, await_store, look, watch
 
 _CLEAR = "\x1b[H\x1b[J"
 
@@ -76,10 +77,16 @@ def command(store_path: str, run: str | None, once: bool, interval: float, as_js
 
     Looks at the store only, so it works from any machine that sees it. On a terminal the picture is
     renewed in place; otherwise (and with --json, one document a line) it is printed again whenever
-    a step was saved. 'being written' are bytes that belong to no step yet. Ctrl-C ends it.
+    a step was saved. 'being written' are bytes that belong to no step yet. Without --once, a store
+    or run that is not there yet is waited for. Ctrl-C ends it.
     """
     live = sys.stdout.isatty() and not as_json and not once
-    for state in _states(store_path, run, once, live, interval):
+    place: StoreLike = store_path
+    if not once:
+        place = await_store(
+            store_path, run, poll=interval, told=lambda words: click.echo(safe(words), err=True)
+        )
+    for state in _states(place, run, once, live, interval):
         if as_json:
             write_json(document("watch", **state.to_dict()))
         else:
@@ -89,12 +96,12 @@ def command(store_path: str, run: str | None, once: bool, interval: float, as_js
 
 
 def _states(
-    store_path: str, run: str | None, once: bool, live: bool, interval: float
+    place: StoreLike, run: str | None, once: bool, live: bool, interval: float
 ) -> Iterator[StoreState]:
     if once:
-        yield look(store_path, run)
+        yield look(place, run)
     elif not live:
-        yield from watch(store_path, run, poll=interval)
+        yield from watch(place, run, poll=interval)
     while live:  # the ages go on even when nothing else does
-        yield look(store_path, run)
+        yield look(place, run)
         time.sleep(interval)

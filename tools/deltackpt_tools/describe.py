@@ -5,18 +5,28 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from math import prod
 from typing import Any, cast
 
 import msgspec
 import numpy as np
 from deltackpt_store import codecs
-from deltackpt_store.manifest import Commit, ExtentSpec, Snapshot, TensorView, element_bytes
+from deltackpt_store.index import Location
+from deltackpt_store.manifest import (
+    Commit,
+    ExtentSpec,
+    Ids,
+    Snapshot,
+    TensorView,
+    element_bytes,
+)
+from deltackpt_store.pack_set import is_gone
 from deltackpt_store.store import Store
 
+from deltackpt_tools.nearness import matches, require_matches
 from deltackpt_tools.output import counted
 from deltackpt_tools.parameters import ParameterNames
+from deltackpt_tools.stores import label
 from deltackpt_tools.tensor_bytes import is_contiguous
 from deltackpt_tools.value_text import as_json, render
 
@@ -134,20 +144,18 @@ class Description:
     damaged_packs: dict[str, str]
 
 
-def matches(path: str, globs: Sequence[str]) -> bool:
-    """Whether `path` is wanted: no globs want everything; ``*`` crosses ``/``."""
-    return not globs or any(fnmatchcase(path, pattern) for pattern in globs)
-
-
 def describe(store: Store, commit: Commit, globs: Sequence[str] = ()) -> Description:
     """Read the manifest of `commit` and the footers of its packs, no chunk.
 
-    Damaged packs are listed; chunks that no intact pack of the step holds count as missing. Raises
-    CorruptionError when the manifest itself is damaged.
+    Damaged packs are listed, and searched for their records, as a restore does; chunks that no
+    pack holds count as missing. Raises CorruptionError when the manifest itself is damaged,
+    NotFoundError for a glob that matches nothing.
     """
     snapshot = store.snapshot(commit)
     layout = snapshot.layout
+    require_matches(globs, layout.paths, label(commit))
     store.packs.load(snapshot.packs)
+    bad = {n: store.packs.damaged[n] for n in snapshot.packs if n in store.packs.damaged}
     whole, per_extent = _stored(store, snapshot)
     by_extent: dict[int, list[int]] = {}
     for view in layout.tensors:
@@ -174,11 +182,8 @@ def describe(store: Store, commit: Commit, globs: Sequence[str] = ()) -> Descrip
         for slot in layout.objects
         if matches(layout.paths[slot], globs)
     ]
-    damaged = {
-        name: str(store.packs.damaged[name].message)
-        for name in snapshot.packs
-        if name in store.packs.damaged
-    }
+    if not whole.missing:  # a pack that is gone was collected, and what was in it lies elsewhere
+        bad = {name: error for name, error in bad.items() if not is_gone(error)}
     return Description(
         commit=commit,
         snapshot=snapshot,
@@ -187,8 +192,21 @@ def describe(store: Store, commit: Commit, globs: Sequence[str] = ()) -> Descrip
         stored=whole,
         state_bytes=sum(extent.nbytes for extent in layout.extents),
         environment=read_environment(snapshot.environment),
-        damaged_packs=damaged,
+        damaged_packs={name: error.message for name, error in bad.items()},
     )
+
+
+def find_places(store: Store, ids: Ids) -> list[Location | None]:
+    """Where chunks lie: in the packs known so far, else in any, else found by searching damaged
+    ones for their records. None where a restore would find nothing either."""
+    places = store.packs.index.get_many(ids)
+    if None in places:
+        store.packs.load_all()
+        places = store.packs.index.get_many(ids)
+    for row, place in enumerate(places):
+        if place is None:
+            places[row] = next(iter(store.packs.salvage(ids[row].tobytes())), None)
+    return places
 
 
 def _stored(store: Store, snapshot: Snapshot) -> tuple[Stored, dict[int, Stored]]:
@@ -199,7 +217,7 @@ def _stored(store: Store, snapshot: Snapshot) -> tuple[Stored, dict[int, Stored]
         spec = snapshot.layout.extents[extent]
         mine = per_extent[extent] = Stored()
         unique, first = np.unique(ids, axis=0, return_index=True)
-        places = store.packs.index.get_many(unique)
+        places = find_places(store, unique)
         for row, index, place in zip(unique, first.tolist(), places, strict=True):
             chunk = row.tobytes()
             counted = [mine] if chunk in seen else [mine, whole]

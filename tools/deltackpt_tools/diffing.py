@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from deltackpt_store.errors import NotFoundError
 from deltackpt_store.manifest import Commit
 from deltackpt_store.store import Store
 
 from deltackpt_tools.changes import Diff, Side, TensorChange, by_importance
 from deltackpt_tools.compare import compare
-from deltackpt_tools.describe import matches
 from deltackpt_tools.module_paths import natural
 from deltackpt_tools.named import StepLike, StoreLike, as_commit, as_store, parent_of
+from deltackpt_tools.nearness import matches, require_matches
 from deltackpt_tools.parameters import ParameterNames
+from deltackpt_tools.stores import label
 
 
 def diff(
@@ -33,8 +35,8 @@ def diff(
     With `values` the chunks that differ are read (a bounded number at a time) and every changed
     tensor gets `ValueStats`; `progress(done, total)` then counts bytes.
 
-    Raises NotFoundError, CorruptionError (of a manifest; with `values` of a chunk) and
-    InvalidInputError for an ambiguous name.
+    Raises NotFoundError (also for a glob that matches nothing in either step), CorruptionError (of
+    a manifest; with `values` of a chunk) and InvalidInputError for an ambiguous name.
     """
     before = as_store(store)
     after = before if other is None else as_store(other)
@@ -43,8 +45,11 @@ def diff(
         first = parent_of(before, second)
     else:
         first = as_commit(before, old)
-        second = as_commit(after, "latest" if new is None else new)
+        second = _second(after, "latest" if new is None else new, first)
     a, b = before.snapshot(first), after.snapshot(second)
+    if only:
+        paths = dict.fromkeys([*a.layout.paths, *b.layout.paths])
+        require_matches(only, paths, f"{label(first)} and {label(second)}")
     found = compare(a, b, (lambda path: matches(path, only)) if only else None)
     if values and found.pairs:
         from deltackpt_tools.changed_values import ValueReader, add_values, bytes_to_read
@@ -73,6 +78,18 @@ def diff(
         changed_chunks=found.changed_chunks,
         with_values=values,
     )
+
+
+def _second(store: Store, name: StepLike, first: Commit) -> Commit:
+    """The commit called `name`; a bare number that is none is most likely a step of that run."""
+    try:
+        return as_commit(store, name)
+    except NotFoundError as error:
+        if not (isinstance(name, str) and name.isdecimal()):
+            raise
+        raise NotFoundError(
+            error.message, kind=error.kind, hint=f"did you mean {first.run}@{name}?", name=name
+        ) from error
 
 
 def _named(change: TensorChange, names: tuple[ParameterNames, ParameterNames]) -> TensorChange:

@@ -17,6 +17,7 @@ _ROW = 14  # pixels
 _LABEL = 44  # characters of a module's name, at most: its end
 _SCALE = 2
 _WHITE, _INK, _GRAY = (255, 255, 255), (31, 35, 40), (240, 242, 245)
+_LINE = (190, 196, 204)
 _FROM, _TO = np.array([222.0, 235.0, 247.0]), np.array([8.0, 48.0, 107.0])
 
 
@@ -40,11 +41,11 @@ def png(pixels: NDArray[np.uint8]) -> bytes:
 
 
 def image(survey: RunSurvey) -> bytes:
-    """Modules by steps: white where nothing can be compared, gray where nothing changed, then from
-    light to dark blue with the square root of the share of chunks that changed."""
+    """Modules by steps: hatched where nothing can be compared, gray where nothing changed, then
+    from light to dark blue with the square root of the share of chunks that changed."""
     count = len(survey.saves)
     values = binned(survey.share, count)
-    names = [m if len(m) <= _LABEL else ".." + m[-_LABEL + 2 :] for m in survey.modules]
+    names = [m if len(m) <= _LABEL else ".." + m[-_LABEL + 2 :] for m in survey.module_labels()]
     longest = max((len(name) for name in names), default=0)
     gutter = longest * 4 * _SCALE + 12
     columns = max(values.shape[1], 1)
@@ -59,10 +60,11 @@ def image(survey: RunSurvey) -> bytes:
         _write(canvas, name, gutter - 6 - len(name) * 4 * _SCALE, y + 2)
         for column in range(values.shape[1]):
             share = float(values[row, column])
+            x = gutter + column * cell
             if share != share:
+                _hatch(canvas[y : y + _ROW - 1, x : x + cell])
                 continue
             color: Any = _GRAY if share <= 0 else _FROM + (_TO - _FROM) * share**0.5
-            x = gutter + column * cell
             canvas[y : y + _ROW - 1, x : x + cell] = color
     steps = [save.step for save in survey.saves]
     room = max(len(str(step)) for step in steps) * 4 * _SCALE + 16 if steps else 1
@@ -74,6 +76,12 @@ def image(survey: RunSurvey) -> bytes:
             _write(canvas, str(steps[first]), x, canvas.shape[0] - bottom + 8)
             free = x + room
     return png(canvas)
+
+
+def _hatch(area: NDArray[np.uint8]) -> None:
+    """Thin slanted lines: there was nothing to compare with."""
+    rows, columns = np.indices(area.shape[:2])
+    area[(rows + columns) % 4 == 0] = _LINE
 
 
 def _write(canvas: NDArray[np.uint8], words: str, x: int, y: int) -> None:

@@ -5,9 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from heapq import heappop, heappush
 
-from deltackpt_tools.logbook import LoggedStep
+from deltackpt_tools.logbook import LoggedStep, Parent
 
 Describe = Callable[[LoggedStep], str]
+
+
+def _gap(parent: Parent, entries: Iterable[LoggedStep]) -> str:
+    """Why a line ends at `parent`, which is not listed; nothing when there is nothing older."""
+    if parent.step is not None:
+        return f"continues {parent.run}@{parent.step}, not listed"
+    older = any(e.run == parent.run and e.number < parent.number for e in entries)
+    return "continues a step that was removed" if older else ""
 
 
 def graph(entries: Iterable[LoggedStep], describe: Describe) -> list[str]:
@@ -46,9 +54,10 @@ def graph(entries: Iterable[LoggedStep], describe: Describe) -> list[str]:
         lines.append(f"{marks}  {describe(entry)}")
         parent = entry.parent
         if parent is None or parent.digest not in by_digest:
-            if parent is not None:
+            why = "" if parent is None else _gap(parent, by_digest.values())
+            if why:
                 gone = " ".join(":" if i == first else "|" for i in range(len(columns)))
-                lines.append(f"{gone}  (continues what is not listed)")
+                lines.append(f"{gone}  ({why})")
             del columns[first]
             continue
         columns[first] = parent.digest

@@ -8,6 +8,7 @@ from typing import Any
 
 from deltackpt_tools.describe import describe
 from deltackpt_tools.frames import as_dict, frame
+from deltackpt_tools.module_paths import Depth
 from deltackpt_tools.named import StepLike, StoreLike, as_commit, as_store
 from deltackpt_tools.usage import measure
 from deltackpt_tools.usage_modules import ModuleUsage, measure_modules
@@ -109,10 +110,11 @@ def show(store: StoreLike, step: StepLike = "latest", *, only: tuple[str, ...] =
 def du(
     store: StoreLike,
     *,
-    depth: int | None = None,
+    depth: Depth | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Usages:
-    """Who holds which bytes, by step and, with `depth`, by module of so many parts."""
+    """Who holds which bytes, by step and, with `depth`, by module of so many parts ("auto": as
+    many as make a readable list)."""
     where = as_store(store)
     usage = measure(where, progress)
     return Usages(

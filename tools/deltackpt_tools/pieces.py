@@ -14,9 +14,10 @@ from deltackpt_store.merkle import tensor_digest
 from deltackpt_store.store import Store
 
 from deltackpt_tools.compare import span
-from deltackpt_tools.describe import TensorRow, describe
+from deltackpt_tools.describe import TensorRow, describe, find_places
 from deltackpt_tools.frames import as_dict, frame
 from deltackpt_tools.named import StepLike, StoreLike, as_commit, as_store
+from deltackpt_tools.nearness import near
 from deltackpt_tools.usage import all_commits
 
 MIN_PREFIX = 4  # hex digits of a chunk id that may stand for it
@@ -124,7 +125,7 @@ def show_tensor(store: StoreLike, path: str, step: StepLike = "latest") -> Tenso
         raise NotFoundError(
             f"{commit.run}@{commit.step} has no tensor {path!r}",
             kind="unknown-tensor",
-            hint="'deltackpt show' lists them",
+            hint=near(path, [one.path for one in description.tensors]),
             path=path,
         )
     return TensorDetails(
@@ -145,7 +146,7 @@ def _chunks(store: Store, ids: Any, row: TensorRow) -> tuple[ChunkOfTensor, ...]
         return ()
     spec = row.spec
     first, end = start // spec.chunk_bytes, -(-stop // spec.chunk_bytes)
-    places = store.packs.index.get_many(ids[first:end])
+    places = find_places(store, ids[first:end])
     return tuple(
         ChunkOfTensor(
             index,
@@ -174,7 +175,7 @@ def show_chunk(
         )
     chunk = _resolve(where, text)
     index = where.index()
-    locations = index.locations(chunk)
+    locations = index.locations(chunk) + where.packs.salvage(chunk)
     referenced_by = 0
     for name in index.packs():
         entries = index.entries(name)
@@ -205,6 +206,8 @@ def _resolve(store: Store, text: str) -> bytes:
         if len(text) % 2:
             same &= ids[:, len(whole)] >> 4 == int(text[-1], 16)
         found |= {row.tobytes() for row in ids[same]}
+    for name in sorted(store.packs.damaged):  # their records are found by searching
+        found |= {one for one in store.packs.salvaged(name) if one.hex().startswith(text)}
     if not found:
         raise NotFoundError(
             f"no pack of {store.path} holds a chunk {text}", kind="unknown-chunk", id=text

@@ -65,7 +65,7 @@ def heat(survey: RunSurvey) -> dict[str, Any]:
 
     return {
         "kind": "heat",
-        "rows": list(survey.modules),
+        "rows": survey.module_labels(),
         "columns": [[steps[first], steps[end - 1]] for first, end in bins(count)],
         "share": matrix(survey.share),
         "update": None if survey.update is None else matrix(survey.update),

@@ -254,8 +254,9 @@ def _heat(name: str, survey: RunSurvey, data: dict[str, Any]) -> str:
     )
     about = (
         "Share of the chunks of each module that a save changed; the colour goes with its square "
-        "root, so that little changes show. Empty cells did not change at all: a module that never "
-        "does is frozen."
+        "root, so that little changes show. Pale cells did not change at all: a module that never "
+        "does is frozen. Hatched cells have nothing to compare with: the first save, and what was "
+        "not there before."
     )
     return (
         f'<h3>Layers by steps</h3><p class="about">{about}</p>'
@@ -275,7 +276,7 @@ def _modules(name: str, survey: RunSurvey) -> str:
         columns += [Column("mean update", numeric=True), Column("largest update", numeric=True)]
     steps = [save.step for save in survey.saves]
     rows: list[list[Cell]] = []
-    for i, module in enumerate(survey.modules):
+    for i, module in enumerate(survey.module_labels()):
         share = survey.share[i]
         known = np.flatnonzero(~np.isnan(share))
         nbytes = survey.module_bytes[i] if i < len(survey.module_bytes) else 0

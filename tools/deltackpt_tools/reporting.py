@@ -154,6 +154,7 @@ def _survey(
         saves=saves,
         modules=tuple(walk.modules),
         module_bytes=tuple(walk.module_bytes.tolist()),
+        module_parameters=walk.parameters(),
         share=walk.share,
         update=None if updates is None else updates.matrix(),
         not_finite=() if updates is None else tuple(updates.not_finite),

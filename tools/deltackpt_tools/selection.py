@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from deltackpt_store.errors import InvalidInputError, NotFoundError
 from deltackpt_store.manifest import Snapshot, TensorView
 
-from deltackpt_tools.describe import matches
+from deltackpt_tools.nearness import matches, near, require_matches
 
 INTERNAL = "#"  # top-level keys that begin so belong to the library (random-number state, ...)
 
@@ -29,8 +29,18 @@ class Selection:
 
 
 def select(snapshot: Snapshot, prefix: str, globs: Sequence[str]) -> Selection:
-    """Choose by path; NotFoundError (naming what there is) when nothing is left."""
+    """Choose by path; NotFoundError (naming what is near) when nothing lies below `prefix`, or a
+    glob matches nothing of that, or only what is the library's own."""
     layout = snapshot.layout
+    below = [path for path in layout.paths if path.startswith(prefix)]
+    if not below:
+        raise NotFoundError(
+            f"nothing in this step lies below {prefix!r}",
+            kind="nothing-selected",
+            hint=near(prefix, layout.paths),
+            prefix=prefix,
+        )
+    require_matches(globs, below, f"this step below {prefix!r}" if prefix else "this step")
     wanted: set[int] = set()
     internal: dict[str, None] = {}
     for slot, path in enumerate(layout.paths):
@@ -40,11 +50,10 @@ def select(snapshot: Snapshot, prefix: str, globs: Sequence[str]) -> Selection:
             else:
                 wanted.add(slot)
     if not wanted:
-        tops = sorted({path.partition("/")[0] for path in layout.paths})
         raise NotFoundError(
-            f"nothing in this step lies below {prefix!r} and matches {list(globs) or 'everything'}",
+            f"only {', '.join(internal)} would be exported, which the library keeps for itself",
             kind="nothing-selected",
-            hint=f"its top-level keys are {', '.join(tops[:20])}",
+            hint=near("", [path for path in layout.paths if not path.startswith(INTERNAL)]),
             prefix=prefix,
         )
     return Selection(

@@ -17,11 +17,10 @@ from deltackpt_tools.advice import Advice
 from deltackpt_tools.base_interval import Bases
 from deltackpt_tools.frames import as_dict
 from deltackpt_tools.history_stat import durable_seconds
-from deltackpt_tools.module_paths import depth_for, fold, natural
-from deltackpt_tools.parameters import ParameterNames
+from deltackpt_tools.module_paths import Folding, natural, suited
+from deltackpt_tools.parameters import ParameterNames, labelled
 from deltackpt_tools.usage import chunk_keys
 
-MODULES = 60  # rows of the heat-map, at most
 ALWAYS = 0.9  # share of a tensor that changes at each save, from which on it "always" does
 NOTHING_GAINED = 0.95  # stored bytes by raw bytes
 
@@ -91,6 +90,8 @@ class RunSurvey:
     saves: tuple[SavePoint, ...]
     modules: tuple[str, ...]
     module_bytes: tuple[int, ...]
+    module_parameters: tuple[str | None, ...]
+    """The parameter that a module is optimizer state of, where the save recorded it."""
     share: Shares
     update: Shares | None
     not_finite: tuple[tuple[int, str, int], ...]
@@ -100,12 +101,17 @@ class RunSurvey:
     advice: Advice | None
     unreadable: tuple[tuple[str, str], ...]
 
+    def module_labels(self) -> list[str]:
+        """The modules for people: optimizer state with the name of its parameter."""
+        return [labelled(*one) for one in zip(self.modules, self.module_parameters, strict=True)]
+
     def to_dict(self) -> dict[str, Any]:
         return {
             "run": self.run,
             "saves": [save.to_dict() for save in self.saves],
             "modules": list(self.modules),
             "module_bytes": list(self.module_bytes),
+            "module_parameters": list(self.module_parameters),
             "share": _matrix(self.share),
             "update": None if self.update is None else _matrix(self.update),
             "not_finite": [
@@ -134,12 +140,10 @@ def _names(layout: Layout) -> list[str]:
 class _Plan:
     """What one layout says about its extents: names, modules. Kept while the layout stays."""
 
-    def __init__(self, layout: Layout, modules: dict[str, int], depth: int) -> None:
+    def __init__(self, layout: Layout, modules: dict[str, int], fold: Folding) -> None:
         self.layout = layout
         self.names = _names(layout)
-        self.modules = np.array(
-            [modules.get(fold(name, depth), -1) for name in self.names], np.int64
-        )
+        self.modules = np.array([modules.get(fold(name), -1) for name in self.names], np.int64)
         self.chunks = np.array([max(e.chunk_count, 1) for e in layout.extents], np.int64)
         self.bytes = np.array([e.nbytes for e in layout.extents], np.int64)
         self.keys = {
@@ -163,7 +167,7 @@ class RunWalk:
         self.share: Shares = np.zeros((0, len(line)), np.float32)
         self._habits: dict[str, list[float]] = {}  # sum of shares, saves, last changed step
         self._numbers: dict[str, int] = {}
-        self._depth = 1
+        self._fold = Folding(1)
         self._plan: _Plan | None = None
 
     def walk(
@@ -196,19 +200,19 @@ class RunWalk:
 
     def _choose(self, layout: Layout) -> None:
         paths = [path for path in _names(layout) if not path.startswith("#")]
-        self._depth = depth_for(paths, MODULES)
-        self.modules = sorted({fold(path, self._depth) for path in paths}, key=natural)
+        self._fold = suited(paths)
+        self.modules = sorted({self._fold(path) for path in paths}, key=natural)
         self._numbers = {module: i for i, module in enumerate(self.modules)}
         self.share = np.full((len(self.modules), len(self._line)), np.nan, np.float32)
 
     def number_of(self, path: str) -> int | None:
         """Row of the module that the tensor `path` lies in."""
-        return self._numbers.get(fold(path, self._depth))
+        return self._numbers.get(self._fold(path))
 
     def _planned(self, layout: Layout) -> _Plan:
         if self._plan is None or (self._plan.layout is not layout and self._plan.layout != layout):
             for name in _names(layout):  # modules that came later get rows of their own
-                module = fold(name, self._depth)
+                module = self._fold(name)
                 if not module.startswith("#") and module not in self._numbers:
                     self._numbers[module] = len(self.modules)
                     self.modules.append(module)
@@ -216,7 +220,7 @@ class RunWalk:
             if missing:
                 rows = np.full((missing, len(self._line)), np.nan, np.float32)
                 self.share = np.concatenate([self.share, rows])
-            self._plan = _Plan(layout, self._numbers, self._depth)
+            self._plan = _Plan(layout, self._numbers, self._fold)
             self.module_bytes = np.zeros(len(self.modules), np.int64)
             known = self._plan.modules >= 0
             np.add.at(self.module_bytes, self._plan.modules[known], self._plan.bytes[known])
@@ -275,6 +279,13 @@ class RunWalk:
             changed[open_] = np.add.reduceat(differs, starts, dtype=np.int64)
             self.keys.append(chunk_keys(joined[differs]))
         return changed
+
+    def parameters(self) -> tuple[str | None, ...]:
+        """For each module the parameter that all of it is optimizer state of."""
+        if self.newest is None:
+            return (None,) * len(self.modules)
+        names = ParameterNames(self.newest)
+        return tuple(names.of(module) for module in self.modules)
 
     def habits(self, newest: Snapshot | None) -> tuple[TensorHabit, ...]:
         """Every extent of the newest step, those that cost most first."""

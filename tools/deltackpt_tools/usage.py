@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 from deltackpt_store.errors import DeltackptError
-from deltackpt_store.manifest import Commit
+from deltackpt_store.index import Location
+from deltackpt_store.manifest import ID_BYTES, Commit
 from deltackpt_store.store import Store
 from numpy.typing import NDArray
 
@@ -68,18 +69,28 @@ class Usage:
 
 
 class Catalogue:
-    """Every stored chunk once: its key, its stored bytes, and what it is coded against."""
+    """Every stored chunk once: its key, its stored bytes, and what it is coded against.
+
+    Damaged packs are searched for their records, as a restore does.
+    """
 
     def __init__(self, store: Store) -> None:
         index = store.index()
         tables = [e for e in map(index.entries, sorted(index.packs())) if e is not None]
-        keys = joined([chunk_keys(entries.ids) for entries in tables], np.uint64)
-        stored = joined([entries.table["stored"].astype(np.int64) for entries in tables], np.int64)
+        found = _salvaged(store)
+        ids = [entries.ids for entries in tables] + [_rows([i for i, _ in found])]
+        keys = joined([chunk_keys(part) for part in ids], np.uint64)
+        sizes = [entries.table["stored"].astype(np.int64) for entries in tables]
+        sizes.append(np.array([place.stored for _, place in found], np.int64))
+        stored = joined(sizes, np.int64)
         self.all_stored = int(stored.sum())
         self.keys, first = np.unique(keys, return_index=True)
         self.stored: NDArray[np.int64] = stored[first]
         owners = [np.repeat(chunk_keys(e.ids), e.table["refs"]) for e in tables if len(e.refs)]
         targets = [chunk_keys(e.refs) for e in tables if len(e.refs)]
+        pairs = [(i, ref) for i, place in found for ref in place.refs]
+        owners.append(chunk_keys(_rows([i for i, _ in pairs])))
+        targets.append(chunk_keys(_rows([ref for _, ref in pairs])))
         self._from = self.find(joined(owners, np.uint64))[0]
         self._to, self._known = self.find(joined(targets, np.uint64))
 
@@ -105,6 +116,22 @@ class Catalogue:
                 break
             reached[targets] = True
         return np.flatnonzero(reached)
+
+
+def _salvaged(store: Store) -> list[tuple[bytes, Location]]:
+    """(id, place) of every intact record of the damaged packs."""
+    packs = store.packs
+    return [
+        (chunk_id, place)
+        for name in sorted(packs.damaged)
+        for chunk_id, places in packs.salvaged(name).items()
+        for place in places
+    ]
+
+
+def _rows(ids: list[bytes]) -> NDArray[np.uint8]:
+    """Ids as an array of shape (n, 32)."""
+    return np.frombuffer(b"".join(ids), np.uint8).reshape(-1, ID_BYTES)
 
 
 def chunk_keys(ids: NDArray[np.uint8]) -> Keys:

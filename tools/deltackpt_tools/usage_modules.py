@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,7 @@ from deltackpt_store.store import Store
 from numpy.typing import NDArray
 
 from deltackpt_tools.frames import as_dict
-from deltackpt_tools.module_paths import fold, natural
+from deltackpt_tools.module_paths import Depth, folding, natural
 from deltackpt_tools.usage import Catalogue, Keys, all_commits, chunk_keys, joined
 
 
@@ -37,10 +38,12 @@ class ModuleUsage:
 
 
 def measure_modules(
-    store: Store, depth: int, progress: Callable[[int, int], None] | None = None
+    store: Store, depth: Depth, progress: Callable[[int, int], None] | None = None
 ) -> list[ModuleUsage]:
-    """Add up by module of `depth` parts, the largest first; reads commits, manifests and pack
-    tables. Steps that cannot be read are passed over (`measure` lists them).
+    """Add up by module of `depth` parts ("auto": as suits the newest steps), the largest first.
+
+    Reads commits, manifests and pack tables. Steps that cannot be read are passed over (`measure`
+    lists them).
 
     Bytes that several tensors share count for each of their modules, and as unique for none. What
     a chunk is coded against counts for the module as well.
@@ -49,6 +52,7 @@ def measure_modules(
     keys: dict[str, list[Keys]] = {}
     commits = [commit for _, of_run in all_commits(store, []) for commit in of_run]
     seen: dict[str, list[NDArray[np.uint8]]] = {}
+    fold = folding(depth, _newest_paths(store) if depth == "auto" else ())
     for done, commit in enumerate(commits):
         try:
             snapshot = store.snapshot(commit)
@@ -59,7 +63,7 @@ def measure_modules(
         for view in layout.tensors:
             ids = snapshot.chunks.get(view.extent)
             if ids is not None:
-                arrays.setdefault(fold(layout.paths[view.slot], depth), []).append(ids)
+                arrays.setdefault(fold(layout.paths[view.slot]), []).append(ids)
         for module, present in arrays.items():
             before = seen.get(module, [])
             seen[module] = present
@@ -84,6 +88,17 @@ def measure_modules(
             )
         )
     return sorted(found, key=lambda one: (-one.total_bytes, natural(one.module)))
+
+
+def _newest_paths(store: Store) -> list[str]:
+    """Paths of the tensors of each run's newest step, of those that can be read."""
+    paths: dict[str, None] = {}
+    for _, commits in all_commits(store, []):
+        for commit in commits[-1:]:
+            with contextlib.suppress(DeltackptError):
+                layout = store.snapshot(commit).layout
+                paths.update(dict.fromkeys(layout.paths[view.slot] for view in layout.tensors))
+    return list(paths)
 
 
 def _fresh(before: list[NDArray[np.uint8]], present: list[NDArray[np.uint8]]) -> list[Keys]:

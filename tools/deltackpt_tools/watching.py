@@ -8,15 +8,16 @@ watched by looking at it, from any machine that sees it, without the trainer's h
 from __future__ import annotations
 
 import json
+import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from deltackpt_store.errors import DeltackptError
+from deltackpt_store.errors import DeltackptError, NotFoundError
 from deltackpt_store.fileio import TEMPORARY_PREFIX, read_file
 from deltackpt_store.manifest import Commit
-from deltackpt_store.store import Store
+from deltackpt_store.store import DIRECTORIES, Store
 
 from deltackpt_tools.frames import as_dict, frame
 from deltackpt_tools.history_stat import durable_seconds
@@ -78,6 +79,40 @@ def look(store: StoreLike, run: str | None = None, *, now: float | None = None) 
             states.append(state)
     states.sort(key=lambda state: state.age)
     return StoreState(where.path, moment, _in_flight(where), tuple(states))
+
+
+def await_store(path: str, run: str | None, *, poll: float, told: Callable[[str], None]) -> Store:
+    """The store at `path`, once it is there and has `run`; `told` hears what is waited for.
+
+    A directory that holds something else is no place where a store will appear: NotFoundError.
+    """
+    said = ""
+    while True:
+        words = f"{path} is no store yet"
+        try:
+            store = as_store(path)
+            if run is None or run in store.runs():
+                return store
+            words = f"{store.path} has no run {run!r} yet"
+        except NotFoundError:
+            if os.path.lexists(path) and not _may_become_one(path):
+                raise
+        if words != said:
+            told(f"{words}: waiting for the first save")
+            said = words
+        time.sleep(poll)
+
+
+def _may_become_one(path: str) -> bool:
+    """Whether a directory is empty, or a store that is being made: FORMAT comes last, into one
+    that has empty directories only."""
+    try:
+        names = [name for name in os.listdir(path) if not name.startswith(".")]
+        own = {*DIRECTORIES, "cache", "FORMAT"}.issuperset(names)
+        full = any(os.listdir(f"{path}/{name}") for name in names if name in DIRECTORIES)
+    except OSError:
+        return False
+    return own and not full
 
 
 def watch(store: StoreLike, run: str | None = None, *, poll: float = 1.0) -> Iterator[StoreState]:

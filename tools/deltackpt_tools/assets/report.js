@@ -210,7 +210,7 @@
     if (!rows.length) return;
     const top = what === "share" ? 1 : Math.max(...values.flat().filter((v) => v !== null), 1e-12);
     const level = (v) => (what === "share" ? Math.sqrt(v) : v > 0 ? Math.max(0.03, 1 + Math.log10(v / top) / 4) : 0);
-    const say = (v) => (v === null ? "not comparable" : what === "share" ? `${percent(v)} changed` : `update ${cut(v, 3)}`);
+    const say = (v) => (v === null ? "nothing to compare with" : what === "share" ? `${percent(v)} changed` : `update ${cut(v, 3)}`);
     figure.querySelector(".scale .low").textContent = what === "share" ? "0 %" : cut(top / 1e4, 2);
     figure.querySelector(".scale .high").textContent = what === "share" ? "100 %" : cut(top, 2);
     const width = figure.clientWidth;
@@ -221,6 +221,9 @@
     const inner = width - gutter - 6, cell = inner / spec.columns.length;
     const svg = el("svg", { viewBox: `0 0 ${width} ${height}`, height, tabindex: 0, role: "img",
       "aria-label": "Heat-map of modules by steps. Arrow keys move through the cells; the table below has the figures." });
+    const hatch = el("pattern", { id: `hatch-${figure.dataset.chart}`, width: 5, height: 5, patternUnits: "userSpaceOnUse",
+      patternTransform: "rotate(45)" }, el("defs", {}, svg));
+    el("line", { x1: 0, x2: 0, y1: 0, y2: 5, stroke: "var(--muted)", "stroke-opacity": 0.55, "stroke-width": 1.5 }, hatch);
     rows.forEach((row, r) => {
       const y = head + r * size;
       el("text", { x: gutter - 8, y: y + size - 4, "text-anchor": "end" }, svg, shorten(spec.rows[row], gutter - 14));
@@ -229,7 +232,9 @@
       for (let c = 1; c <= spec.columns.length; c += 1) {
         if (c < spec.columns.length && of(c) === of(start)) continue;
         const v = of(start);
-        if (v >= 0) el("rect", { x: (gutter + start * cell).toFixed(2), y: y + 1, height: size - 2,
+        if (v < 0) el("rect", { x: (gutter + start * cell).toFixed(2), y: y + 1, height: size - 2,
+          width: ((c - start) * cell).toFixed(2), class: "cell", fill: `url(#${hatch.id})` }, svg);
+        else el("rect", { x: (gutter + start * cell).toFixed(2), y: y + 1, height: size - 2,
           width: ((c - start) * cell + (v > 0 ? 0.3 : 0)).toFixed(2), class: "cell",
           fill: v ? "var(--heat)" : "var(--panel)", "fill-opacity": v ? (0.1 + 0.9 * v / 24).toFixed(3) : 1 }, svg);
         start = c;
