@@ -23,6 +23,8 @@ from deltackpt_store.manifest_io import digest_of
 _MAGIC = b"DCKPTCK\x01"
 _NAME = "verified"
 _MAX_BYTES = 256 * 1024 * 1024
+_MAX_NUMBER = 1 << 53  # no running number comes near it
+_MAX_TIME = 253402300800.0  # seconds; the year 10000
 
 
 class Check(msgspec.Struct, frozen=True, array_like=True):
@@ -113,6 +115,17 @@ class CheckLog:
                 if file.store != self._uuid:
                     continue
                 for pack, check in file.checks.items():
+                    if not _possible(check):
+                        continue
                     if pack not in found or found[pack].number < check.number:
                         found[pack] = check
         return found
+
+
+def _possible(check: Check) -> bool:
+    """Whether it is a check that was ever made; any other counts as none."""
+    return (
+        0 < check.number < _MAX_NUMBER
+        and abs(check.at) < _MAX_TIME  # a clock may have been wrong, either way; NaN is not
+        and check.bytes >= 0
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from deltackpt_store.fileio import TEMPORARY_PREFIX, FileIO
+from deltackpt_store.fileio import TEMPORARY_PREFIX, FileIO, is_link
 from deltackpt_store.leases import live_leases
 from deltackpt_store.mark import Marking
 from deltackpt_store.names import is_digest_name
@@ -48,13 +48,16 @@ def unneeded(store: Store, roots: Roots, marking: Marking, lying: Iterable[str])
 
 
 def leftovers(io: FileIO, root: str) -> set[str]:
-    """All unfinished files, as paths relative to the store (StorageError)."""
+    """All unfinished files, as paths relative to the store (StorageError). Folders that are
+    symbolic links are not looked into."""
     found: set[str] = set()
     try:
         directories = ["", "manifests", "pins", "gc"]
         directories += [f"packs/{name}" for name in io.list(f"{root}/packs") if len(name) == 2]
         directories += [f"runs/{name}" for name in io.list(f"{root}/runs")]
         for directory in directories:
+            if "/" in directory and is_link(f"{root}/{directory}"):
+                continue
             try:
                 names = io.list(f"{root}/{directory}")
             except NotADirectoryError:

@@ -197,6 +197,11 @@ class FileIO:
         return status.f_bavail * status.f_frsize
 
 
+def is_link(path: str) -> bool:
+    """Whether `path` is a symbolic link: what it leads to may be no part of the store."""
+    return os.path.islink(path)
+
+
 def look_afresh(path: str) -> None:
     """Make the kernel forget what it believes about the name `path`, on a network file system.
 

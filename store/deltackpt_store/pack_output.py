@@ -11,6 +11,7 @@ from deltackpt_store.fileio import FileIO
 from deltackpt_store.io_thread import IoThread
 from deltackpt_store.pack import PackEntries, pack_path
 from deltackpt_store.pack_writer import BATCH_BYTES, PackBuilder, PackFile
+from deltackpt_store.presence import check_there
 
 
 class _Pack(NamedTuple):
@@ -110,7 +111,8 @@ class PackOutput:
     def _begin(self) -> _Pack:
         self._seq += 1
         builder = PackBuilder(self._uuid, self._writer, self._seq)
-        self._open = _Pack(builder, PackFile(self._io, pack_path(self._root, builder.name)))
+        check = partial(check_there, self._io, self._root, self._uuid)
+        self._open = _Pack(builder, PackFile(self._io, pack_path(self._root, builder.name), check))
         return self._open
 
     def _submit_batch(self, pack: _Pack) -> None:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from xxhash import xxh3_64, xxh3_64_intdigest
 
 from deltackpt_store.codecs import RAW, Encoded
-from deltackpt_store.errors import InvalidInputError, StateError
+from deltackpt_store.errors import DeltackptError, InvalidInputError, StateError
 from deltackpt_store.fileio import (
     Buffer,
     FileIO,
@@ -202,9 +202,14 @@ class PackFile:
     synced again on a file whose write or sync failed.
     """
 
-    def __init__(self, io: FileIO, path: str) -> None:
+    def __init__(
+        self, io: FileIO, path: str, check_place: Callable[[], None] | None = None
+    ) -> None:
+        """`check_place` raises when nothing may be made at `path`; it is asked before the first
+        write."""
         self.path = path
         self._io = io
+        self._check_place = check_place
         self._temporary = os.path.join(
             os.path.dirname(path), temporary_name(os.path.basename(path))
         )
@@ -213,6 +218,12 @@ class PackFile:
 
     def write(self, batch: Batch) -> None:
         """Write the batch (StorageError)."""
+        try:
+            if self._state == "new" and self._check_place is not None:
+                self._check_place()
+        except DeltackptError:
+            self.discard()
+            raise
         try:
             if self._state == "new":
                 make_directory(self._io, os.path.dirname(self.path))

@@ -6,17 +6,21 @@ import os
 import random
 from pathlib import Path
 
+import msgspec
 import pytest
 from authors import Author
+from click.testing import CliRunner
 from deltackpt_store import budgeted
 from deltackpt_store.budgeted import Budget, Coverage
-from deltackpt_store.check_log import CheckLog
+from deltackpt_store.check_log import _MAGIC, Check, CheckLog, _File  # pyright: ignore[reportPrivateUsage]
 from deltackpt_store.errors import InvalidInputError
 from deltackpt_store.fileio import FileIO
+from deltackpt_store.manifest_io import digest_of
 from deltackpt_store.pack import pack_path
 from deltackpt_store.store import Store
 from deltackpt_store.testing import FailingIO
 from deltackpt_store.verify import verify
+from deltackpt_tools.cli import cli
 
 PACKS = 9
 
@@ -181,3 +185,24 @@ def test_two_at_once_lose_nothing(store: Store) -> None:
     one.keep(names)
     other.keep(names)
     assert set(numbers(store)) == {names[0], names[1]}
+
+
+ODD = [
+    {"number": 2**64 - 1}, {"number": 2**63}, {"number": 0}, {"number": -7},
+    {"at": -1e300}, {"at": 1e300}, {"at": float("nan")}, {"at": float("inf")}, {"bytes": -1},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("odd", ODD, ids=str)
+def test_an_impossible_check_counts_as_none(store: Store, odd: dict[str, float]) -> None:
+    """Prevents: a well-sealed file with numbers that no check has ends every verification."""
+    some(store, 1 << 30)
+    checks = {
+        name: Check(**{"number": 1, "at": 1e9, "bytes": size, **odd})  # pyright: ignore[reportArgumentType]
+        for name, size in ((n, os.path.getsize(store.packs.path(n))) for n in store.packs.names())
+    }
+    body = _MAGIC + msgspec.msgpack.encode(_File(store.uuid, checks))
+    Path(f"{store.path}/cache/verified").write_bytes(body + digest_of(body))
+    done = CliRunner().invoke(cli, ["verify", store.path, "--budget", "1GB"])
+    assert done.exit_code == 0, done.output
+    assert sorted(numbers(store).values()) == [1] * PACKS

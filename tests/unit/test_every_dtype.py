@@ -1,4 +1,4 @@
-"""Every dtype that torch knows comes back as it was saved, or is refused by key when it is saved."""
+"""Every dtype that torch knows comes back as it was saved, or is refused by key by the save."""
 
 import warnings
 from pathlib import Path

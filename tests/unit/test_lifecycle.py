@@ -373,8 +373,10 @@ def test_a_forked_child_does_not_wait_for_a_save_of_its_parent(tmp_path: Path) -
         for call in calls:
             with pytest.raises(StateError) as caught:
                 call()
-            assert caught.value.kind == "forked" and "step 1" in str(caught.value)
-        assert "main@1" in repr(save) and save.skipped is None
+            assert caught.value.kind == "forked"
+            assert "step 1" in str(caught.value)
+        assert "main@1" in repr(save)
+        assert save.skipped is None
         assert failed.done()
         with pytest.raises(StorageError, match="gone"):  # told here, and still to be told there
             failed.result()

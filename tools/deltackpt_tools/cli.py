@@ -163,6 +163,27 @@ def cli() -> None:
     """
 
 
+def open_closed_streams() -> None:
+    """Put the null device in place of standard streams that the caller has closed (``2>&-``).
+
+    Python then has None for them, and the next file opened would get their number.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is not None:
+            continue
+        handle = os.open(os.devnull, os.O_RDWR)
+        try:
+            os.fstat(number)  # something else has the number by now: leave it alone
+        except OSError:
+            os.dup2(handle, number)
+        if handle == number:
+            os.set_inheritable(number, True)
+        mode = "w" if number else "r"
+        stream = open(handle, mode, encoding="utf-8", errors="replace")  # noqa: SIM115 - to stay
+        setattr(sys, name, stream)
+
+
 def main() -> None:
     """Entry point of the installed command. Never returns."""
+    open_closed_streams()
     cli.main(prog_name="deltackpt")

@@ -27,7 +27,7 @@ class Progress:
         self._unit = unit
         context = click.get_current_context(silent=True)
         quiet = context is not None and bool(context.meta.get("deltackpt.json"))
-        self._live = sys.stderr.isatty() and not quiet
+        self._live = not quiet and sys.stderr is not None and sys.stderr.isatty()
         self._last = 0.0
         self._width = 0
 

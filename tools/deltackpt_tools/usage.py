@@ -14,9 +14,10 @@ from typing import Any
 
 import numpy as np
 from deltackpt_store.errors import DeltackptError
+from deltackpt_store.fileio import is_link
 from deltackpt_store.index import Location
 from deltackpt_store.manifest import ID_BYTES, Commit
-from deltackpt_store.store import Store
+from deltackpt_store.store import DIRECTORIES, Store
 from numpy.typing import NDArray
 
 from deltackpt_tools.chunk_lives import Lives
@@ -341,7 +342,13 @@ def measure_files(store: Store) -> Files:
 
 
 def _walk(store: Store, relative: str) -> Iterator[str]:
-    """Every file below `relative`, as a path relative to the store."""
+    """Every file below `relative`, as a path relative to the store.
+
+    Links are not followed, except one of the store's own folders at the top: what they lead to
+    is not part of the store.
+    """
+    if relative and relative not in DIRECTORIES and is_link(f"{store.path}/{relative}"):
+        return
     try:
         names = store.io.list(f"{store.path}/{relative}")
     except NotADirectoryError:
