@@ -23,6 +23,7 @@ from deltackpt_store.generation import (
     read_generation,
 )
 from deltackpt_store.leases import Hold, hold
+from deltackpt_store.lost_commits import lost_commits, refuse_lost
 from deltackpt_store.manifest import Commit
 from deltackpt_store.mark import Marking, mark
 from deltackpt_store.roots import Roots, read_roots
@@ -123,7 +124,15 @@ class Compaction:
     def _survey(self) -> Survey:
         self._store = Store(self._root, self._io, self._store.format)  # remembers nothing
         self._roots = read_roots(self._store)
-        marking = mark(self._store, self._roots, condemned=self._generation().packs)
+        last = self._generation()
+        refuse_lost(
+            lost_commits(
+                self._store, self._roots.commits.values(), last.boundary,
+                retired=self._roots.retired,
+            ),
+            self._root,
+        )  # fmt: skip
+        marking = mark(self._store, self._roots, condemned=last.packs)
         return Survey(marking, self._steps(marking))
 
     def _steps(self, marking: Marking) -> Generator[StepGroups]:

@@ -40,12 +40,13 @@ from deltackpt_store.generation import (
     read_generation,
     remove_older,
 )
+from deltackpt_store.lost_commits import lost_commits, refuse_lost
 from deltackpt_store.mark import Marking, mark
 from deltackpt_store.names import RETIRED_SUFFIX, number_name, pack_path
 from deltackpt_store.oserror import FULL, storage_error
 from deltackpt_store.proof import unreadable_after
 from deltackpt_store.reserve import make_reserve
-from deltackpt_store.roots import Roots, read_roots
+from deltackpt_store.roots import Retired, Roots, read_roots
 from deltackpt_store.settling import (
     ACK_SECONDS,
     Wait,
@@ -84,6 +85,8 @@ class GcReport:
     kept_bytes: int = 0
     writers: int = 0
     """Live writers that were waited for."""
+    accepted: list[tuple[str, int]] = field(default_factory=list[tuple[str, int]])
+    """Lost commits that were given up, as `accept_lost` says."""
 
     @property
     def nothing(self) -> bool:
@@ -94,6 +97,7 @@ def collect(
     store: Store,
     *,
     dry_run: bool = False,
+    accept_lost: bool = False,
     timeout: float = ACK_SECONDS,
     avoid: Collection[str] = (),
     wait: Wait | None = None,
@@ -101,25 +105,28 @@ def collect(
 ) -> GcReport:
     """Delete what nothing reaches from `store`.
 
-    `avoid` are packs to be got rid of where other packs hold their chunks too. `timeout` (seconds)
-    bounds the wait for live writers to acknowledge; `wait` replaces it, for tests. `dry_run` only
-    reads, takes no lock, and reports what would go at this moment. `progress` is called with
-    what is done ("marking", "waiting", "proving", "deleting"), and how much of it: (done, total).
+    `accept_lost` gives up commits that are lost (see `lost_commits`): from then on they count as
+    collected. `avoid` are packs to be got rid of where other packs hold their chunks too. `timeout`
+    (seconds) bounds the wait for live writers to acknowledge; `wait` replaces it, for tests.
+    `dry_run` only reads, takes no lock, and reports what would go at this moment. `progress` is
+    called with what is done ("marking", "waiting", "proving", "deleting"), and how much of it:
+    (done, total).
 
     Raises ConflictError when another collection runs (kind ``gc-running``) or a live writer does
     not acknowledge in time (``gc-busy``: nothing was deleted, run it again later);
-    CorruptionError when anything that is needed cannot be read: nothing was deleted then;
+    CorruptionError when anything that is needed cannot be read, or a commit is lost (kind
+    ``lost-commit``): nothing was deleted then;
     StorageError, also when there are no file locks (``no-locks``).
     """
     store.format.require("gc", store.path)
     if dry_run:
-        return _Collection(store, avoid, progress).plan()
+        return _Collection(store, avoid, progress, accept_lost).plan()
     with collection_lock(store.io, store.path):
-        collection = _Collection(store, avoid, progress)
+        collection = _Collection(store, avoid, progress, accept_lost)
         try:
             report = collection.run(wait or patience(timeout))
             while collection.more:
-                collection = _Collection(store, avoid, progress)
+                collection = _Collection(store, avoid, progress, accept_lost)
                 report = _added(report, collection.run(wait or patience(timeout)))
         except OSError as error:
             if isinstance(error, DeltackptError):
@@ -130,19 +137,26 @@ def collect(
 
 
 class _Collection:
-    def __init__(self, store: Store, avoid: Collection[str], progress: Progress | None) -> None:
+    def __init__(
+        self, store: Store, avoid: Collection[str], progress: Progress | None, accept_lost: bool
+    ) -> None:
         self._store = Store(store.path, store.io, store.format)  # remembers nothing from before
         self._io = store.io
         self._root = store.path
         self._avoid = frozenset(avoid)
         self._progress: Progress = progress or (lambda stage, done, total: None)
+        self._accept_lost = accept_lost
+        self._accepted: list[Retired] = []
         self.more = False
         """There was no space to write down all that may go: collect again."""
 
     def plan(self) -> GcReport:
         """What would be deleted, as far as one marking tells."""
-        _, marking, doomed = self._mark(())
+        last = self._last() if self._io.exists(f"{self._root}/gc") else Generation()
+        _, marking, doomed = self._mark((), last)
         report = _report(marking, doomed)
+        report.accepted = [*self._accepted]
+        report.commits = [one for one in report.commits if one not in report.accepted]
         report.dry_run = True
         with contextlib.suppress(FileNotFoundError):  # never collected, and copied without gc/
             report.generation = newest_number(self._io, self._root)
@@ -152,7 +166,7 @@ class _Collection:
         last = self._last()
         # What was condemned once stays so as long as another pack has its chunks: a collection
         # that goes on where one was killed must not choose the other way round.
-        roots, marking, doomed = self._mark(last.packs)
+        roots, marking, doomed = self._mark(last.packs, last)
         if doomed.nothing:
             self._tidy(last.number)
             report = _report(marking, doomed)
@@ -161,7 +175,7 @@ class _Collection:
         generation = self._publish(last, roots, doomed, marking)
         self._progress("waiting", 0, 0)
         claims, writers = settle(self._io, self._root, generation.number, wait)
-        roots, marking, now = self._mark(generation.packs)
+        roots, marking, now = self._mark(generation.packs, generation)
         final = _final(doomed, now, generation, claims)
         self._prove(marking, final)
         self._sync(roots)
@@ -170,6 +184,7 @@ class _Collection:
         self.more = self.more and bool(final.packs)
         report = _report(marking, final)
         report.generation, report.writers = generation.number, writers
+        report.accepted = [*self._accepted]
         report.pardoned = sorted(generation.packs.difference(final.packs))
         if report.pardoned or generation.manifests.difference(final.manifests):
             self._close(generation)
@@ -178,15 +193,28 @@ class _Collection:
 
     # marking -------------------------------------------------------------------------------
 
-    def _mark(self, condemned: Collection[str]) -> tuple[Roots, Marking, Doomed]:
+    def _mark(self, condemned: Collection[str], last: Generation) -> tuple[Roots, Marking, Doomed]:
         # Names first: what is published after they were listed is none of this collection's.
         lying = leftovers(self._io, self._root)
         roots = read_roots(self._store)
+        self._miss(roots, last)
         marking = mark(
             self._store, roots, avoid=self._avoid, condemned=condemned,
             progress=partial(self._progress, "marking"),
         )  # fmt: skip
         return roots, marking, unneeded(self._store, roots, marking, lying)
+
+    def _miss(self, roots: Roots, last: Generation) -> None:
+        """Refuse beside lost commits, or let them count as retired, so that the boundary of the
+        next generation reaches them."""
+        lost = lost_commits(
+            self._store, roots.commits.values(), last.boundary, retired=roots.retired
+        )
+        if not self._accept_lost:
+            refuse_lost(lost, self._root)
+        given_up = [Retired(run, number) for run, number in lost]
+        self._accepted += [one for one in given_up if one not in self._accepted]
+        roots.retired += given_up
 
     def _last(self) -> Generation:
         number = newest_number(self._io, self._root)
@@ -272,6 +300,8 @@ class _Collection:
             self._unlink(pack_path(name))
             self._progress("deleting", done + 1, len(final.packs))
         for run in sorted({run for run, _ in final.commits}):
+            if not self._io.exists(f"{self._root}/runs/{run}"):
+                continue  # lost, with all its commits
             records = [number_name(number) for r, number in final.commits if r == run]
             for record in records:
                 self._unlink(f"runs/{run}/{record}")
@@ -329,4 +359,5 @@ def _added(first: GcReport, second: GcReport) -> GcReport:
     second.commits = [*first.commits, *second.commits]
     second.leftovers = sorted({*first.leftovers, *second.leftovers})
     second.pack_bytes += first.pack_bytes
+    second.accepted = list(dict.fromkeys([*first.accepted, *second.accepted]))
     return second

@@ -6,6 +6,7 @@ two for a million records or a million references. Nothing is written.
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Collection, Iterable
 
 import numpy as np
@@ -13,10 +14,12 @@ from numpy.typing import NDArray
 
 from deltackpt_store.catalogue import Bools, Catalogue, Ints
 from deltackpt_store.confirm import MAX_DEPTH
-from deltackpt_store.errors import CorruptionError
+from deltackpt_store.errors import CorruptionError, StorageError
 from deltackpt_store.manifest import ID_BYTES, Manifest
 from deltackpt_store.roots import Roots
 from deltackpt_store.store import Store
+
+_TRIES = 20
 
 
 class Marking:
@@ -219,9 +222,8 @@ def mark(
 
     CorruptionError when anything needed is missing or unreadable, StorageError.
     """
-    names = [n for n in store.packs.names() if n not in without]
     by_base = _by_base(roots)
-    done, total = 0, len(names) + sum(map(len, by_base.values()))
+    done = total = 0
 
     def told(count: int = 1) -> None:
         nonlocal done
@@ -229,13 +231,30 @@ def mark(
         if progress is not None:
             progress(done, total)
 
-    catalogue = Catalogue(store, names, told)
+    names = _names(store, without)
+    for attempt in range(_TRIES):
+        done, total = 0, len(names) + sum(map(len, by_base.values()))
+        try:
+            catalogue = Catalogue(store, names, told)
+            break
+        except StorageError as error:
+            # A collection beside this deletes packs of which others hold what is needed.
+            before, names = names, _names(store, without)
+            gone = error.errno == errno.ENOENT and not set(before) <= set(names)
+            if not gone or attempt == _TRIES - 1:
+                raise
+    else:
+        raise AssertionError
     marking = Marking(catalogue, avoid, condemned)
     for base, users in by_base.items():
         _mark_base(store, base, users, marking)
         told(len(users))
     marking.choose()
     return marking
+
+
+def _names(store: Store, without: Collection[str]) -> list[str]:
+    return [name for name in store.packs.names() if name not in without]
 
 
 def _by_base(roots: Roots) -> dict[bytes, set[bytes]]:

@@ -40,11 +40,37 @@ def set_aside(io: FileIO, root: str, relative: str) -> str:
     """Move the file at `relative` into the quarantine; its path there. OSError.
 
     In this order: the new name, its durability, the old name's removal. A crash in between leaves
-    both names, never none.
+    both names, never none. A directory, which can have only one name, is renamed.
     """
+    if is_directory(io, f"{root}/{relative}"):
+        return _rename(io, root, relative)
     place = keep(io, root, relative)
     io.unlink(f"{root}/{relative}")
     io.sync_directory(os.path.dirname(f"{root}/{relative}"))
+    return place
+
+
+def is_directory(io: FileIO, path: str) -> bool:
+    """Whether a directory lies at `path`."""
+    try:
+        io.list(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
+def _rename(io: FileIO, root: str, relative: str) -> str:
+    """Move the directory at `relative` into the quarantine; its path there. OSError."""
+    number = 1
+    while True:
+        place = f"{QUARANTINE}/{relative}" + (f"~{number}" if number > 1 else "")
+        if not io.exists(f"{root}/{place}"):
+            break
+        number += 1
+    make_directories(io, os.path.dirname(f"{root}/{place}"))
+    io.replace(f"{root}/{relative}", f"{root}/{place}")
+    for path in (place, relative):
+        io.sync_directory(os.path.dirname(f"{root}/{path}"))
     return place
 
 

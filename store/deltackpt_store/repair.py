@@ -52,12 +52,14 @@ from deltackpt_store.generation import (
 )
 from deltackpt_store.impact import DamageMap, NeededChunks
 from deltackpt_store.leases import Lease
+from deltackpt_store.lost_commits import LOST, LostCommit
 from deltackpt_store.manifest import Commit, Ids
 from deltackpt_store.names import is_pack_name, pack_path
 from deltackpt_store.oserror import DAMAGE, storage_error
 from deltackpt_store.pack import pack_path as pack_path_in
 from deltackpt_store.pack import read_footer
 from deltackpt_store.quarantine import set_aside
+from deltackpt_store.repair_lost import LostRepair
 from deltackpt_store.repair_packs import PackRepair
 from deltackpt_store.repair_records import Left, Mended, RecordRepair, mend_format
 from deltackpt_store.scrub import Progress
@@ -227,14 +229,19 @@ class _Repair:
     def run(self, wait: Wait, progress: Progress | None, threads: int | None) -> RepairReport:
         found = len(self._mended)
         before = verify(self._fresh(), level="chunks", progress=progress, threads=threads)
-        findings = [finding for finding in before.findings if finding.kind != "format"]
-        if not findings:
+        findings = [f for f in before.findings if f.kind != "format" and f.reason != LOST]
+        left = self._mend_records(findings) if findings else []
+        gone = LostRepair(self._fresh(), self._others, dry_run=self._dry_run)
+        if not (findings or gone.found):
             return self._report(found, PackRepair(self._fresh(), (), (), ""), [], [])
-        left = self._mend_records(findings)
-        commits, ids, lengths = self._needed()
+        commits, ids, lengths = self._needed(gone)
         damaged = self._damaged_packs(findings)
         packs = PackRepair(self._fresh(), damaged, self._sources, secrets.token_hex(8))
         self._rewrite(packs, ids, lengths)
+        gone.bring_back(packs.lost)
+        self._mended += gone.mended
+        self._left += gone.left
+        self._left = [left for left in self._left if not self._follows(left)]
         moved = self._take_away(damaged - packs.unknown, wait)
         for name in sorted(packs.unknown & damaged):
             self._leave_pack(name, "it holds what this version of the program cannot decode")
@@ -244,7 +251,8 @@ class _Repair:
                     Mended(kind="pack", name=finding.name, source="its records and other copies")
                 )
         lost = [*_lost_wholly(left), *_lost_partly(self._fresh(), commits, packs.lost)]
-        return self._report(found + len(findings), packs, findings, lost)
+        lost += [LostStep(run=one.run, number=one.number) for one in gone.lost]
+        return self._report(found + len(findings) + len(gone.found), packs, findings, lost)
 
     def _report(
         self, found: int, packs: PackRepair, findings: list[Finding], lost: list[LostStep]
@@ -297,8 +305,18 @@ class _Repair:
         names = {left.name for left in records.left}
         return [finding for finding in todo if finding.name in names]
 
-    def _needed(self) -> tuple[list[Commit], Ids, NDArray[np.int64]]:
-        """All commits that can be read, and what they need."""
+    def _follows(self, left: Left) -> bool:
+        """Whether a pin is whole again with the commit that it names."""
+        if left.kind != "pin":
+            return False
+        mended = {one.name for one in self._mended if one.kind == "commit"}
+        with contextlib.suppress(CorruptionError, UnsupportedFormatError, NotFoundError):
+            pin = self._fresh().read_pin(left.name.removeprefix("pins/"))
+            return LostCommit(pin.run, pin.number).path in mended
+        return False
+
+    def _needed(self, gone: LostRepair) -> tuple[list[Commit], Ids, NDArray[np.int64]]:
+        """All commits that can be read, and what they and those that can come back need."""
         store = self._fresh()
         commits: dict[tuple[str, int], Commit] = {}
         for run in store.runs():
@@ -315,6 +333,7 @@ class _Repair:
             except (CorruptionError, UnsupportedFormatError):
                 continue  # among the findings
             whole.append(commit)
+        gone.need(needed)
         return whole, *needed.get()
 
     # packs ---------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from deltackpt_store.format_file import (
     encode_format,
 )
 from deltackpt_store.index import list_packs
+from deltackpt_store.lost_commits import LOST
 from deltackpt_store.manifest_io import (
     MAX_COMMIT_BYTES,
     MAX_MANIFEST_BYTES,
@@ -32,7 +33,7 @@ from deltackpt_store.manifest_io import (
 from deltackpt_store.names import is_digest_name, parse_number
 from deltackpt_store.oserror import DAMAGE
 from deltackpt_store.pack import HEADER_BYTES, decode_header, pack_path
-from deltackpt_store.quarantine import QUARANTINE, keep
+from deltackpt_store.quarantine import QUARANTINE, is_directory, keep, set_aside
 from deltackpt_store.store import Store
 from deltackpt_store.verify import Finding
 
@@ -73,10 +74,12 @@ class RecordRepair:
     def work(self, findings: Iterable[Finding]) -> None:
         """OSError when the store refuses to be written."""
         for finding in findings:
+            if finding.reason == LOST:
+                continue  # see `repair_lost`
             if finding.kind == "manifest":
                 self._mend(finding, self._manifest)
             elif finding.kind == "commit":
-                self._mend(finding, self._commit)
+                self._mend(finding, self.commit_copies)
             elif finding.kind == "pin":
                 self._mend(finding, self._pin)
             elif finding.kind in ("store", "value"):
@@ -129,11 +132,17 @@ class RecordRepair:
             raise UnsupportedFormatError(
                 f"{finding.reason}; the file is what was written, a copy would not differ"
             )
-        for _, source, data in self._copies(finding.name, MAX_MANIFEST_BYTES):
+        yield from self.manifest_copies(finding.name)
+
+    def manifest_copies(self, path: str) -> Iterator[tuple[str, bytes]]:
+        """(source, content) of every copy of the manifest at `path`, a name that fits."""
+        digest = bytes.fromhex(path.removeprefix("manifests/"))
+        for _, source, data in self._copies(path, MAX_MANIFEST_BYTES):
             if digest_of(data) == digest:
                 yield source, data
 
-    def _commit(self, finding: Finding) -> Iterator[tuple[str, bytes]]:
+    def commit_copies(self, finding: Finding) -> Iterator[tuple[str, bytes]]:
+        """(source, content) of every copy that is the commit a finding speaks of."""
         match = _COMMIT.match(finding.name)
         number = parse_number(match[2]) if match else None
         if match is None or number is None:
@@ -197,9 +206,14 @@ def put_right(io: FileIO, root: str, relative: str, data: bytes) -> str | None:
     """Make the file at `relative` hold `data`; what was there stays in the quarantine, under the
     path returned. OSError.
 
-    At no moment is the name free: nobody else can take the number of a commit meanwhile.
+    At no moment is the name free (nobody else can take the number of a commit meanwhile), unless
+    a directory lay there; then FileExistsError when somebody did.
     """
     path = f"{root}/{relative}"
+    if is_directory(io, path):
+        aside = set_aside(io, root, relative)
+        publish_bytes(io, path, data)
+        return aside
     try:
         publish_bytes(io, path, data)
         return None

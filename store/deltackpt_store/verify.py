@@ -20,6 +20,7 @@ from deltackpt_store.errors import (
 )
 from deltackpt_store.impact import DamageMap, NeededChunks
 from deltackpt_store.lost_chunks import Lost, lost_chunks, read_back
+from deltackpt_store.lost_commits import LOST, lost_commits, read_boundary
 from deltackpt_store.manifest import Commit, Ids
 from deltackpt_store.names import is_digest_name, parse_number
 from deltackpt_store.names import pack_path as relative_pack_path
@@ -144,6 +145,7 @@ class _Verification:
         self._packs = PackSet(store.io, store.path, store.uuid)
         self._run = run
         self._commits: list[Commit] = []  # those whose snapshot resolves
+        self._read: list[Commit] = []
         self._checked: set[tuple[str, int]] = set()
         self._manifests: set[str] = set()
         self._failed: dict[str, tuple[DeltackptError, list[Hit]]] = {}  # by manifest file
@@ -205,6 +207,7 @@ class _Verification:
         if self._run is not None:
             self._store.numbers(self._run)  # NotFoundError for an unknown run
             self._check_run(self._run)
+            self._check_lost(self._run)
             count = 1
         else:
             try:
@@ -215,6 +218,7 @@ class _Verification:
             for run in runs:
                 self._check_run(run)
             self._check_pins()
+            self._check_lost(None)
             self._check_other_manifests()
             count = len(runs)
         for name, (error, hits) in self._failed.items():
@@ -235,6 +239,7 @@ class _Verification:
 
     def _check_commit(self, commit: Commit) -> None:
         self._checked.add((commit.run, commit.number))
+        self._read.append(commit)
         self._manifests.update(d.hex() for d in (commit.manifest, commit.base) if d)
         try:
             snapshot = self._store.snapshot(commit)
@@ -245,6 +250,18 @@ class _Verification:
             self._commits.append(commit)
             self._closure.update(snapshot.packs)
             self._needed.add(snapshot)
+
+    def _check_lost(self, run: str | None) -> None:
+        """Commits that others continue and that nothing took away (of `run`, or of all)."""
+        try:
+            lost = lost_commits(self._store, self._read, read_boundary(self._store))
+        except DeltackptError as error:
+            self._found("store", "gc", error)
+            return
+        for one in lost:
+            if run in (None, one.run):
+                hit = Hit(run=one.run, number=one.number)
+                self._found("commit", one.path, LOST, [hit])
 
     def _check_pins(self) -> None:
         try:

@@ -501,3 +501,31 @@ def test_collection_works_after_a_repair_and_leaves_the_quarantine_alone(
     collect(store)
     assert all(os.path.exists(f"{store.path}/{path}") for path in report.quarantined)
     check_whole(store, *commits[1:])
+
+
+@pytest.mark.parametrize("kind", ["pack", "commit", "manifest", "pin"])
+def test_a_directory_in_the_place_of_a_file_is_moved_aside(
+    store: Store, new: Callable[..., Author], kind: str
+) -> None:
+    """What the plan says is what the repair does."""
+    author = new()
+    commits = [author.save(step, ["kept", f"own {step}"]) for step in range(3)]
+    store.pin("best", commits[1])
+    name = {
+        "pack": sorted(f"packs/{p[:2]}/{p}.pack" for p in store.packs.names())[0],
+        "commit": "runs/main/" + number_name(2),
+        "manifest": f"manifests/{commits[1].manifest.hex()}",
+        "pin": "pins/best",
+    }[kind]
+    copy = copy_of(store)
+    os.unlink(f"{store.path}/{name}")
+    os.mkdir(f"{store.path}/{name}")
+    Path(store.path, name, "inside").write_text("somebody's")
+    planned = repair(Store.open(store.path), sources=[copy], dry_run=True)
+    done = repair(Store.open(store.path), sources=[copy])
+    assert (planned.ok, planned.left) == (done.ok, done.left) == (True, ())
+    assert [m.name for m in planned.mended] == [m.name for m in done.mended]
+    assert Path(store.path, "quarantine", name, "inside").read_text() == "somebody's"
+    assert verify(Store.open(store.path)).ok
+    check_everything(store, commits)
+    assert repair(store).found == 0

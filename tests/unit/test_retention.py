@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
+import os
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -10,7 +12,7 @@ from typing import Any
 
 import pytest
 from authors import Author, Session, check_everything, collected, words_in
-from deltackpt_store.errors import CorruptionError, InvalidInputError, NotFoundError
+from deltackpt_store.errors import CorruptionError, InvalidInputError, NotFoundError, StorageError
 from deltackpt_store.fileio import FileIO
 from deltackpt_store.gc import collect
 from deltackpt_store.leases import hold
@@ -366,3 +368,35 @@ def test_a_second_name_or_an_identical_step_costs_no_blob(store: Store, author: 
     assert sorted(store.packs.names()) == before
     collected(store, author)
     assert sorted(store.packs.names()) == before
+
+
+def test_a_pack_that_is_collected_meanwhile_is_not_missed(store: Store, author: Author) -> None:
+    """A collection deletes packs between their listing and their opening."""
+    packs = Path(store.path) / "packs" / "00"
+    packs.mkdir(exist_ok=True)
+    superseded = [packs / f"{0:016x}-{number:08d}.pack" for number in range(1, 4)]
+
+    class Collected(FileIO):
+        def open(self, path: str) -> int:
+            if Path(path) in superseded:
+                os.unlink(path)
+            return super().open(path)
+
+    saved(author, range(3))
+    for path in superseded:
+        path.write_bytes(b"of no matter")
+    assert taken(Store.open(store.path, io=Collected()), Keep(last=1)) == [0, 1]
+    assert not any(path.exists() for path in superseded)
+
+
+def test_a_pack_that_is_listed_and_not_there_stops_retention(store: Store, author: Author) -> None:
+    class Lies(FileIO):
+        def open(self, path: str) -> int:
+            if path.endswith(".pack"):
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+            return super().open(path)
+
+    saved(author, range(3))
+    with pytest.raises(StorageError):
+        taken(Store.open(store.path, io=Lies()), Keep(last=1))
+    assert left(store) == [0, 1, 2]

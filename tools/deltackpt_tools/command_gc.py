@@ -41,6 +41,9 @@ def _lines(report: GcReport) -> list[str]:
         lines += [f"  {name}" for name in names[:_SHOWN]]
         if len(names) > _SHOWN:
             lines.append(f"  and {len(names) - _SHOWN} more (all with --json)")
+    if report.accepted:
+        verb = "would give up" if report.dry_run else "gave up"
+        lines.append(f"{verb} {counted(len(report.accepted), 'lost commit')}")
     if report.pardoned:
         lines.append(f"{counted(len(report.pardoned), 'pack')} turned out to be needed")
     lines.append(f"{counted(report.kept_packs, 'pack')} stay ({size(report.kept_bytes)})")
@@ -56,6 +59,7 @@ def _document(path: str, report: GcReport) -> dict[str, Any]:
         packs=report.packs,
         manifests=report.manifests,
         commits=[{"run": run, "number": number} for run, number in report.commits],
+        accepted_lost=[{"run": run, "number": number} for run, number in report.accepted],
         leftovers=report.leftovers,
         pack_bytes=report.pack_bytes,
         pardoned=report.pardoned,
@@ -69,6 +73,12 @@ def _document(path: str, report: GcReport) -> dict[str, Any]:
 @store_argument
 @click.option("--dry-run", is_flag=True, help="Only tell what would go; reads, and takes no lock.")
 @click.option(
+    "--accept-lost",
+    is_flag=True,
+    help="Give up steps whose commit file is lost, which otherwise stops the collection: what only "
+    "they need is deleted. Try 'repair --from' a copy of the store first.",
+)
+@click.option(
     "--timeout",
     type=click.FloatRange(min=0),
     default=ACK_SECONDS,
@@ -76,13 +86,15 @@ def _document(path: str, report: GcReport) -> dict[str, Any]:
     help="Seconds to wait for running trainings to let go of what is to be deleted.",
 )
 @json_option
-def command(store_path: str, dry_run: bool, timeout: float, as_json: bool) -> None:
+def command(
+    store_path: str, dry_run: bool, accept_lost: bool, timeout: float, as_json: bool
+) -> None:
     """Delete what no step, pin or reader needs.
 
     Safe beside running trainings, readers and another 'gc', and to interrupt at any time. Deletes
-    nothing when anything that may be needed cannot be read (exit code 12), when a training does
-    not answer, or while another collection runs (exit code 11). Which steps are needed is for
-    'retain' and 'pin' to say.
+    nothing when anything that may be needed cannot be read or is lost (exit code 12), when a
+    training does not answer, or while another collection runs (exit code 11). Which steps are
+    needed is for 'retain' and 'pin' to say.
     """
     store = open_store(store_path)
     with Progress("gc", unit="") as progress:
@@ -91,7 +103,9 @@ def command(store_path: str, dry_run: bool, timeout: float, as_json: bool) -> No
             progress.label = f"gc: {stage}"
             progress.update(done, total)
 
-        report = collect(store, dry_run=dry_run, timeout=timeout, progress=told)
+        report = collect(
+            store, dry_run=dry_run, accept_lost=accept_lost, timeout=timeout, progress=told
+        )
     if as_json:
         write_json(_document(store.path, report))
     else:

@@ -1,0 +1,160 @@
+"""Bringing lost commits back from copies of the store.
+
+A commit that is gone is made again only when everything that it needs lies in durable packs: as
+long as that is not so, an older step that can be restored is the better newest one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from deltackpt_store.errors import CorruptionError, DeltackptError, NotFoundError
+from deltackpt_store.fileio import make_directories, publish_bytes
+from deltackpt_store.impact import NeededChunks
+from deltackpt_store.lost_commits import LostCommit, lost_commits, numbers_there, read_boundary
+from deltackpt_store.manifest import ID_BYTES, Commit, Ids, Snapshot
+from deltackpt_store.manifest_io import decode_commit
+from deltackpt_store.repair_records import Left, Mended, RecordRepair
+from deltackpt_store.store import Store
+from deltackpt_store.verify import Finding, Hit
+
+
+class _Copy(NamedTuple):
+    commit: Commit
+    data: bytes
+    source: str
+    snapshot: Snapshot
+    manifests: list[tuple[str, str, bytes]]
+    """(path, source, content) of the manifests that are gone too."""
+
+
+class LostRepair:
+    """Used by one thread, under the lock of garbage collection. `found` are the commits that are
+    gone, `lost` those that stay so."""
+
+    def __init__(self, store: Store, others: Sequence[Store], *, dry_run: bool) -> None:
+        """Look for what is gone. StorageError, UnsupportedFormatError."""
+        self.mended: list[Mended] = []
+        self.left: list[Left] = []
+        self.lost: list[LostCommit] = []
+        self._store = store
+        self._others = others
+        self._dry_run = dry_run
+        self._records = RecordRepair(store, others, dry_run=dry_run)
+        named = lost_commits(store, _commits(store), read_boundary(store))
+        pins = (LostCommit(pin.run, pin.number) for pin in store.pins().values())
+        pinned = [one for one in pins if not store.io.exists(f"{store.path}/{one.path}")]
+        self.found = sorted({*named, *pinned, *self._only_in_copies()})
+        self._copies: dict[LostCommit, _Copy | None] = {one: self._copy(one) for one in self.found}
+
+    def _only_in_copies(self) -> Iterator[LostCommit]:
+        """What a copy of this store lists, and is neither here nor collected.
+
+        A copy that was written to by itself is no copy from there on: what continues a commit that
+        this store has otherwise is passed over.
+        """
+        boundary = read_boundary(self._store)
+        for other in self._others:
+            if other.uuid != self._store.uuid:
+                continue
+            foreign: set[tuple[str, int]] = set()
+            for run in other.runs():
+                there = numbers_there(self._store, run)
+                for commit in other.commits(run):
+                    if self._differs(commit, foreign):
+                        foreign.add((run, commit.number))
+                    elif commit.number not in there and commit.number > boundary.get(run, 0):
+                        yield LostCommit(run, commit.number)
+
+    def _differs(self, commit: Commit, foreign: set[tuple[str, int]]) -> bool:
+        """Whether the history of this copy's commit is not that of the store."""
+        if commit.parent is None:
+            return False
+        run, number, digest = commit.parent
+        if (run, number) in foreign:
+            return True
+        try:
+            return self._store.read_commit(run, number).digest != digest
+        except (NotFoundError, CorruptionError):
+            return False
+
+    def _copy(self, lost: LostCommit) -> _Copy | None:
+        """A copy of the commit and of its manifests."""
+        hit = Hit(run=lost.run, number=lost.number)
+        finding = Finding(kind="commit", name=lost.path, reason="it is gone", hits=(hit,))
+        for source, data in self._records.commit_copies(finding):
+            commit = decode_commit(data, name=lost.path)
+            for store in (self._store, *self._others):
+                with contextlib.suppress(DeltackptError, OSError):
+                    return _Copy(
+                        commit, data, source, store.snapshot(commit), self._manifests(commit)
+                    )
+        return None
+
+    def _manifests(self, commit: Commit) -> list[tuple[str, str, bytes]]:
+        """Those of the commit's manifests that are gone. CorruptionError when no copy has one."""
+        found: list[tuple[str, str, bytes]] = []
+        for digest in (commit.manifest, commit.base):
+            path = f"manifests/{digest.hex()}" if digest is not None else ""
+            if not path or self._store.io.exists(f"{self._store.path}/{path}"):
+                continue
+            copy = next(self._records.manifest_copies(path), None)
+            if copy is None:
+                raise CorruptionError(f"{path} is gone", kind="damaged-manifest", path=path)
+            found.append((path, *copy))
+        return found
+
+    def need(self, needed: NeededChunks) -> None:
+        """Add what the commits that can come back need."""
+        for copy in self._copies.values():
+            if copy is not None:
+                needed.add(copy.snapshot)
+
+    def bring_back(self, missing: Iterable[bytes]) -> None:
+        """Make the commits again, oldest first, save those that need a chunk of `missing`."""
+        gone = frozenset(missing)
+        for lost, copy in self._copies.items():
+            if copy is None:
+                self._leave(lost, "no copy of it was found")
+            elif not gone.isdisjoint(_ids(copy.snapshot)):
+                self._leave(lost, "chunks that it needs were not found")
+            else:
+                self._make(lost, copy)
+
+    def _make(self, lost: LostCommit, copy: _Copy) -> None:
+        io, root = self._store.io, self._store.path
+        known = {one.name for one in self.mended}
+        try:
+            for path, source, data in copy.manifests:
+                if path in known:
+                    continue
+                if not self._dry_run:
+                    publish_bytes(io, f"{root}/{path}", data)
+                self.mended.append(Mended(kind="manifest", name=path, source=source))
+            if not self._dry_run:
+                make_directories(io, f"{root}/runs/{lost.run}")
+                publish_bytes(io, f"{root}/{lost.path}", copy.data)
+        except FileExistsError:
+            self._leave(lost, "its number was taken by a running save")
+        except OSError as error:
+            self._leave(lost, f"it cannot be written: {error.strerror or error}")
+        else:
+            self.mended.append(Mended(kind="commit", name=lost.path, source=copy.source))
+
+    def _leave(self, lost: LostCommit, why: str) -> None:
+        self.lost.append(lost)
+        self.left.append(Left(kind="commit", name=lost.path, reason=f"it is gone; {why}"))
+
+
+def _commits(store: Store) -> Iterator[Commit]:
+    for run in store.runs():
+        yield from store.commits(run)
+
+
+def _ids(snapshot: Snapshot) -> set[bytes]:
+    tables: Iterable[Ids] = snapshot.chunks.values()
+    return {
+        row.tobytes() for table in tables for row in table.reshape(-1, ID_BYTES)
+    }  # fmt: skip

@@ -1,0 +1,176 @@
+"""Prevents: a commit file that is lost goes unnoticed, stays lost beside a copy of the store, and
+its chunks are deleted as garbage."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from authors import Author, check_everything, words_in
+from click.testing import CliRunner
+from deltackpt_store.compact import compact
+from deltackpt_store.errors import CorruptionError
+from deltackpt_store.gc import collect
+from deltackpt_store.manifest import Commit
+from deltackpt_store.names import RETIRED_SUFFIX, number_name
+from deltackpt_store.repair import repair
+from deltackpt_store.retention import retire
+from deltackpt_store.store import Store
+from deltackpt_store.verify import verify
+from deltackpt_tools.cli import cli
+
+
+def lose(store: Store, commit: Commit) -> str:
+    name = f"runs/{commit.run}/{number_name(commit.number)}"
+    os.unlink(f"{store.path}/{name}")
+    return name
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> tuple[Store, list[Commit]]:
+    """Four steps, each with a chunk of its own; and a copy beside the store."""
+    store = Store.create(tmp_path / "store")
+    author = Author(store, "main")
+    commits = [author.save(step, ["kept", f"own {step}"]) for step in range(1, 5)]
+    author.close()
+    shutil.copytree(store.path, store.path + "-copy")
+    return store, commits
+
+
+def test_a_lost_commit_is_found_and_comes_back(made: tuple[Store, list[Commit]]) -> None:
+    store, commits = made
+    names = [lose(store, commits[1]), lose(store, commits[3])]  # one that 3 names, and the newest
+    report = verify(store)
+    assert [(f.kind, f.name) for f in report.findings] == [("commit", names[0])]
+    assert [(h.run, h.number) for h in report.findings[0].hits] == [("main", 2)]
+    planned = repair(store, sources=[store.path + "-copy"], dry_run=True)
+    assert verify(store).findings == verify(store).findings != ()
+    done = repair(store, sources=[store.path + "-copy"])
+    assert planned.ok
+    assert done.ok
+    assert done.mended == planned.mended
+    assert sorted(m.name for m in done.mended) == names
+    assert verify(store).ok
+    check_everything(store, commits)
+    assert repair(store, sources=[store.path + "-copy"]).found == 0
+
+
+@pytest.mark.parametrize("retired", [False, True])
+def test_a_pinned_commit_comes_back(made: tuple[Store, list[Commit]], retired: bool) -> None:
+    store, commits = made
+    store.pin("best", commits[1])
+    if retired:
+        retire(store, [commits[1]])
+    name = lose(store, commits[1])
+    planned = repair(store, sources=[store.path + "-copy"], dry_run=True)
+    done = repair(store, sources=[store.path + "-copy"])
+    assert planned.ok
+    assert done.ok
+    assert [m.name for m in done.mended] == [m.name for m in planned.mended] == [name]
+    assert verify(store).ok
+    assert store.pinned("best").digest == commits[1].digest
+    assert collect(store).packs == []
+
+
+def test_nothing_is_deleted_beside_a_lost_commit(made: tuple[Store, list[Commit]]) -> None:
+    store, commits = made
+    lose(store, commits[1])
+    before = store.packs.names()
+    for attempt in (
+        lambda: collect(store), lambda: collect(store, dry_run=True), lambda: compact(store),
+    ):  # fmt: skip
+        with pytest.raises(CorruptionError, match="lost") as caught:
+            attempt()
+        assert caught.value.kind == "lost-commit"
+        assert "--accept-lost" in str(caught.value.hint)
+    assert store.packs.names() == before
+    assert not repair(store).ok
+
+
+def test_a_loss_can_be_accepted(made: tuple[Store, list[Commit]]) -> None:
+    store, commits = made
+    lose(store, commits[1])
+    planned = collect(store, dry_run=True, accept_lost=True)
+    assert planned.packs
+    done = collect(store, accept_lost=True)
+    assert done.packs == planned.packs
+    assert done.accepted == planned.accepted == [("main", 2)]
+    assert verify(store).ok
+    assert collect(store).nothing
+    check_everything(store, [commits[0], *commits[2:]])
+    # What was given up does not come back by itself.
+    assert repair(store, sources=[store.path + "-copy"]).found == 0
+
+
+def test_the_command_accepts_a_loss(made: tuple[Store, list[Commit]]) -> None:
+    store, commits = made
+    lose(store, commits[1])
+    assert CliRunner().invoke(cli, ["verify", store.path]).exit_code == 12
+    refused = CliRunner().invoke(cli, ["gc", store.path])
+    assert refused.exit_code == 12
+    accepted = CliRunner().invoke(cli, ["gc", store.path, "--accept-lost"])
+    assert accepted.exit_code == 0, accepted.output
+    assert "gave up 1 lost commit" in accepted.output
+    assert CliRunner().invoke(cli, ["verify", store.path]).exit_code == 0
+
+
+def test_what_was_collected_is_not_lost(made: tuple[Store, list[Commit]]) -> None:
+    """Also by a collection that was killed between a record and its mark."""
+    store, commits = made
+    retire(store, commits[:2])
+    assert verify(store).ok
+    name = lose(store, commits[0])
+    assert verify(store).ok, "its mark is there"
+    assert collect(store).packs
+    assert not os.path.exists(f"{store.path}/{name}{RETIRED_SUFFIX}")
+    assert verify(store).ok
+    assert collect(store).nothing
+    assert repair(store, sources=[store.path + "-copy"]).found == 0
+
+
+def test_what_a_fork_continues_is_missed(tmp_path: Path) -> None:
+    store = Store.create(tmp_path / "store")
+    author, fork = Author(store, "main"), Author(store, "fork")
+    fork.parent = author.save(1, ["a"])
+    fork.save(2, ["b"])
+    author.close()
+    fork.close()
+    assert fork.parent is not None
+    name = "runs/main/" + number_name(1)
+    os.unlink(f"{store.path}/{name}")
+    assert [f.name for f in verify(store).findings] == [name]
+    shutil.rmtree(f"{store.path}/runs/main")
+    assert [f.name for f in verify(store).findings] == [name]
+    collect(store, accept_lost=True)
+    assert verify(store).ok
+
+
+def test_a_commit_that_cannot_be_whole_does_not_come_back(
+    made: tuple[Store, list[Commit]],
+) -> None:
+    """A newest step that cannot be restored would be worse than an older one that can."""
+    store, commits = made
+    (own,) = {*store.snapshot(commits[3]).packs} - {*store.snapshot(commits[2]).packs}
+    lose(store, commits[3])
+    for path in (store.path, store.path + "-copy"):
+        os.unlink(f"{path}/packs/{own[:2]}/{own}.pack")
+    report = repair(store, sources=[store.path + "-copy"])
+    assert [left.name for left in report.left] == ["runs/main/" + number_name(4)]
+    assert store.head("main").step == 3
+    assert words_in(store, store.head("main")) == ["kept", "own 3"]
+
+
+def test_a_copy_that_went_another_way_gives_nothing(made: tuple[Store, list[Commit]]) -> None:
+    """The commits of a copy that continue what this store has otherwise are not of this history."""
+    store, commits = made
+    lose(store, commits[3])
+    for commit in commits[2:3]:
+        lose(store, commit)
+    author = Author(store, "another")
+    author.run, author.parent = "main", commits[1]
+    author.save(3, ["kept", "other"])
+    author.close()
+    assert repair(store, sources=[store.path + "-copy"]).found == 0
+    assert store.head("main").step == 3
