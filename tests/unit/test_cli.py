@@ -397,6 +397,7 @@ SCHEMAS: dict[str, dict[str, Any]] = {
     "gc": {
         "format": str, "store": str, "dry_run": bool, "generation": int, "packs": list,
         "manifests": list, "commits": [{"run": str, "number": int}], "leftovers": list,
+        "accepted_lost": [{"run": str, "number": int}],
         "pack_bytes": int, "pardoned": list, "kept_packs": int, "kept_bytes": int, "writers": int,
     },
     "compact": {
