@@ -300,8 +300,6 @@ class _Collection:
             self._unlink(pack_path(name))
             self._progress("deleting", done + 1, len(final.packs))
         for run in sorted({run for run, _ in final.commits}):
-            if not self._io.exists(f"{self._root}/runs/{run}"):
-                continue  # lost, with all its commits
             records = [number_name(number) for r, number in final.commits if r == run]
             for record in records:
                 self._unlink(f"runs/{run}/{record}")
