@@ -29,10 +29,7 @@ from functools import partial
 
 from deltackpt_store import leases
 from deltackpt_store.doomed import Doomed, leftovers, unneeded
-from deltackpt_store.errors import (
-    DeltackptError,
-    UnsupportedFormatError,
-)
+from deltackpt_store.errors import CorruptionError, DeltackptError
 from deltackpt_store.generation import (
     Generation,
     newest_number,
@@ -217,12 +214,15 @@ class _Collection:
         roots.retired += given_up
 
     def _last(self) -> Generation:
+        """The newest generation; one of its number that tells nothing when it is damaged.
+
+        StorageError, UnsupportedFormatError: what was condemned and collected before must not be
+        lost sight of because it could not be read this time, or by this package.
+        """
         number = newest_number(self._io, self._root)
         try:
             return read_generation(self._io, self._root, number)
-        except UnsupportedFormatError:
-            raise  # what a newer collection may have condemned must not be lost sight of
-        except DeltackptError as error:
+        except CorruptionError as error:
             _log.warning("%s", error)
             return Generation(number=number)
 
