@@ -120,7 +120,7 @@ class Checkpointer:
         half of the free memory. `chunk_bytes`: unit of detection and storage.
         `codec`: "auto", "fast", "small" or "none". `shadow`: let the writer keep up to twice the
         state in memory, to code against it without reading, and to predict what Adam and AdamW make
-        of their state in one step: saves of every step then take a third of the bytes.
+        of their state in one step: saves of every step then take a quarter to a third of the bytes.
         `overlap`: stage while training goes on. `on_busy`: what a save does while two are in
         flight: "wait"; "skip" it; or "coalesce": take no save now, but one at the first later call
         of `step` or `save` that finds room, of the state and under the step of *that* call.

@@ -64,6 +64,7 @@ class _Node:
     """A compiled container: appends the leaves of a value of the same form."""
 
     def collect(self, value: Any, out: Leaves) -> None:
+        """Append the leaves of `value` to `out`; every kind of container has its own way."""
         raise NotImplementedError
 
 

@@ -58,7 +58,7 @@ def layout_of(layers: int, chunks: int, chunk_bytes: int) -> Layout:
     def node_of(value: object) -> object:
         if isinstance(value, int):
             return value
-        return ["d", [[key, node_of(child)] for key, child in value.items()]]  # type: ignore[union-attr]
+        return ["d", [[key, node_of(child)] for key, child in value.items()]]  # type: ignore[union-attr] # else a dict
 
     extents, views = [], []
     for slot, (_, count) in enumerate(tensors):

@@ -8,6 +8,7 @@ from collections import OrderedDict
 
 from deltackpt_store import codecs
 from deltackpt_store.errors import CorruptionError, DeltackptError
+from deltackpt_store.fetch import MAX_DEPTH
 from deltackpt_store.fileio import FileIO
 from deltackpt_store.index import ChunkIndex
 from deltackpt_store.pack import (
@@ -17,9 +18,6 @@ from deltackpt_store.pack import (
     pack_path,
     read_record_head,
 )
-
-MAX_DEPTH = 8
-"""References of references that a reader follows."""
 
 _log = logging.getLogger("deltackpt.store.index")
 _MAX_HANDLES = 32

@@ -10,8 +10,9 @@ from typing import NamedTuple, TypeVar
 from deltackpt_store import coding_policy
 from deltackpt_store.codecs import Encoded
 from deltackpt_store.coding_policy import MAX_HURRY, CodingPolicy, Outcome, Plan
-from deltackpt_store.confirm import MAX_DEPTH, Confirmer
+from deltackpt_store.confirm import Confirmer
 from deltackpt_store.errors import CorruptionError
+from deltackpt_store.fetch import MAX_DEPTH
 from deltackpt_store.fileio import Buffer
 from deltackpt_store.idle import IdleCores
 from deltackpt_store.pack import Location

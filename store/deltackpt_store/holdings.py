@@ -6,8 +6,9 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from deltackpt_store.codecs import RAW
-from deltackpt_store.confirm import MAX_DEPTH, Confirmer
+from deltackpt_store.confirm import Confirmer
 from deltackpt_store.errors import DeltackptError
+from deltackpt_store.fetch import MAX_DEPTH
 from deltackpt_store.index import ChunkIndex, MemoryIndex
 from deltackpt_store.pack import Location, PackEntries
 

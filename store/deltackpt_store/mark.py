@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deltackpt_store.catalogue import Bools, Catalogue, Ints
-from deltackpt_store.confirm import MAX_DEPTH
 from deltackpt_store.errors import CorruptionError, StorageError
+from deltackpt_store.fetch import MAX_DEPTH
 from deltackpt_store.manifest import ID_BYTES, Manifest
 from deltackpt_store.roots import Roots
 from deltackpt_store.store import Store

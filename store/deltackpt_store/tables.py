@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deltackpt_store import codecs
-from deltackpt_store.confirm import MAX_DEPTH
+from deltackpt_store.fetch import MAX_DEPTH
 from deltackpt_store.index import ChunkIndex, MemoryIndex
 from deltackpt_store.manifest import ID_BYTES, Ids, Layout, Snapshot
 from deltackpt_store.protocol import extent_keys

@@ -82,7 +82,7 @@ class World:
             author.close()
 
     def compactor(self, io: ActorIO) -> None:
-        io.free_bytes = lambda path: 1 << 40  # type: ignore[method-assign]
+        io.free_bytes = lambda path: 1 << 40
         compact(Store.open(PATH, io=io), wait=io.wait)
 
     def collector(self, io: ActorIO) -> None:

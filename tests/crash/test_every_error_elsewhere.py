@@ -72,12 +72,12 @@ def test_verification_says_so_when_it_could_not_read(
     results = list(failing(disk, number, False, lambda s: verify(s, threads=1)))
     *failed, (_, last) = results
     assert not isinstance(last, DeltackptError)
-    assert last.ok  # type: ignore[attr-defined]
+    assert last.ok
     for copy, result in failed:
         if not isinstance(result, DeltackptError):
-            told = result.findings  # type: ignore[attr-defined]
+            told = result.findings
             # A read that failed once may have been repeated, or a close be of no consequence.
-            assert told or result.commits == 4  # type: ignore[attr-defined]
+            assert told or result.commits == 4
         check_everything(Store.open(PATH, io=copy), commits)
 
 

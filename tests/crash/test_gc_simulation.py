@@ -56,9 +56,9 @@ class Trial:
             if number != 3:  # the reader meets no faults, and so may not fail
                 io.fault = self._fault(io)
             if number == 2:
-                io.wait = self._patience(io)  # type: ignore[method-assign] # this actor's own
+                io.wait = self._patience(io)  # this actor's own
                 if self.lying_locks:
-                    io.lock = self._lie(io)  # type: ignore[method-assign]
+                    io.lock = self._lie(io)
             try:
                 body(io)
             except (DeltackptError, OSError) as error:

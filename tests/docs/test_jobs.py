@@ -43,7 +43,7 @@ def check_schedule(text: str) -> None:
 
 def unit(name: str) -> configparser.ConfigParser:
     parser = configparser.ConfigParser(interpolation=None, strict=True)
-    parser.optionxform = str  # type: ignore[assignment,method-assign] # names keep their case
+    parser.optionxform = str  # names keep their case
     parser.read_string((JOBS / name).read_text())
     return parser
 

@@ -88,10 +88,10 @@ def plain_values() -> dict[str, Any]:
     berlin = zoneinfo.ZoneInfo("Europe/Berlin")
     nan = struct.unpack("<d", struct.pack("<Q", 0x7FF8_0000_DEAD_BEEF))[0]
     noted: OrderedDict[str, Any] = OrderedDict(w=rows(14, 3))
-    noted._metadata = OrderedDict(  # type: ignore[attr-defined] -- as modules do it
+    noted._metadata = OrderedDict(  # as modules do it
         a={"version": 1, "counts": Counter(x=2)}, b=defaultdict(list, k=[1]), c=deque([1], 3)
     )
-    shared = defaultdict(int, hits=3, t=rows(15, 2))  # type: ignore[arg-type] -- any value
+    shared = defaultdict(int, hits=3, t=rows(15, 2))  # any value
     return {
         "scalars": [None, True, False, 0, -1, 1 << 63, -(1 << 63), 0.1, -0.0, nan, float("-inf")],
         "text": "ä/~ \U0001f600", "surrogate": "a\ud800", "bytes": b"\0\xff",

@@ -184,7 +184,7 @@ MUST: set[bytes] = set()
 def main() -> int:
     directory, stride = sys.argv[1], int(sys.argv[2])
     logging.disable(logging.CRITICAL)
-    IoThread._start = lambda self: False  # type: ignore[method-assign] # forks without threads
+    IoThread._start = lambda self: False  # forks without threads
     MUST.update(prepare(f"{directory}/original"))
     strides = {name: stride * SPARSER.get(name, 1) for name in OPERATIONS}
     kills = {name: campaign(directory, name, each) for name, each in strides.items()}

@@ -68,11 +68,11 @@ def repeatable(seed: str) -> Iterator[None]:
         return token_bytes(size).hex()
 
     secrets.token_bytes, secrets.token_hex = token_bytes, token_hex
-    IoThread._start = lambda self: False  # type: ignore[method-assign]
+    IoThread._start = lambda self: False
     try:
         yield
     finally:
-        secrets.token_bytes, secrets.token_hex, IoThread._start = real  # type: ignore[method-assign]
+        secrets.token_bytes, secrets.token_hex, IoThread._start = real
 
 
 class Voyage:

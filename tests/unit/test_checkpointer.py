@@ -83,7 +83,7 @@ def test_loose_tensors_may_change_on_the_next_line(
     ckpt = opened(state)
     gate.close()
     save = ckpt.save(1)
-    for tensor in (state["x"], state["small"], state["nested"][0]):  # type: ignore[index]
+    for tensor in (state["x"], state["small"], state["nested"][0]):
         tensor.add_(1)
     gate.open()
     save.result(60)
@@ -108,7 +108,7 @@ def test_a_parameter_changed_behind_the_lock_fails_the_save_by_name(
     save = ckpt.save(1)
     gate.wait_for_visitor()
     with torch.no_grad():
-        training.model[0].weight.add_(1)  # type: ignore[union-attr, operator]
+        training.model[0].weight.add_(1)
     gate.open()
     with pytest.raises(CorruptionError, match=r"model/0\.weight") as caught:
         save.result(60)
@@ -277,7 +277,7 @@ def test_bytes_that_change_between_hash_and_copy_are_never_committed(
 
     def late(target: memoryview, source: memoryview) -> None:
         if next(first, False):
-            training.model[0].weight.data.add_(1)  # type: ignore[union-attr, operator]
+            training.model[0].weight.data.add_(1)
         real(target, source)
 
     monkeypatch.setattr(stage_module, "copy_bytes", late)
@@ -565,7 +565,7 @@ def test_a_value_that_cannot_be_saved_is_refused_by_path(path: Path, opened: Ope
     with pytest.raises(InvalidInputError, match="bad/callback"):
         ckpt.save(0)
     assert steps(path) == []
-    state["bad"] = {"fine": 1}  # type: ignore[dict-item]
+    state["bad"] = {"fine": 1}
     ckpt.save(0).result(60)
 
 
@@ -900,7 +900,7 @@ def test_bad_options_are_refused_when_opened(path: Path) -> None:
             Checkpointer(path, {"x": torch.zeros(1)}, chunk_bytes=chunk_bytes)
     for state in ({}, [], None):
         with pytest.raises(InvalidInputError, match="state"):
-            Checkpointer(path, state)  # type: ignore[arg-type] -- users' mistakes
+            Checkpointer(path, state)  # users' mistakes
     assert not path.exists()
 
 

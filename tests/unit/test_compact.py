@@ -618,7 +618,7 @@ def test_what_was_saved_in_between_is_coded_anew(store: Store) -> None:
     def wait(_: list[str]) -> bool:
         if not saved:  # the announcement is out, and this session has not seen it
             saved.append(6)
-            session.writer._publisher._writer.heed = lambda: False  # type: ignore[method-assign]
+            session.writer._publisher._writer.heed = lambda: False
             session.save(6, step(6), relative=6)
             del session.writer._publisher._writer.heed
         session.heed()

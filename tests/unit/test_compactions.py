@@ -173,4 +173,4 @@ def test_options_are_checked(options: dict[str, Any], named: str) -> None:
 
 def test_the_option_of_the_checkpointer_is_checked(tmp_path: Path) -> None:
     with pytest.raises(InvalidInputError, match="compact must be"):
-        deltackpt.Checkpointer(tmp_path / "s", {"w": torch.zeros(3)}, compact="always")  # type: ignore[arg-type]
+        deltackpt.Checkpointer(tmp_path / "s", {"w": torch.zeros(3)}, compact="always")

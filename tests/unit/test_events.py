@@ -62,4 +62,4 @@ def test_what_is_no_observer_is_refused() -> None:
     assert isinstance(Recorder(), Observer)
     for bad in (print, object(), "observer"):
         with pytest.raises(InvalidInputError, match="observers"):
-            Observers([bad])  # type: ignore[list-item] -- users' mistake
+            Observers([bad])  # users' mistake

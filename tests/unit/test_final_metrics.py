@@ -67,7 +67,7 @@ def test_metrics_are_those_of_the_call(path: Path) -> None:
     state, loss = {"x": torch.zeros(4)}, torch.tensor(0.5)
     given = {"loss": loss}
     with deltackpt.Checkpointer(path, state, every=10, writer="thread") as ckpt:
-        ckpt.step(1, given)  # type: ignore[arg-type]
+        ckpt.step(1, given)
         loss.fill_(7)
         given.clear()
     assert _metrics(path) == {1: {"loss": 0.5}}
@@ -78,7 +78,7 @@ def test_a_wrong_metric_is_told_where_it_is_given_and_loses_no_step(path: Path) 
     with deltackpt.Checkpointer(path, state, every=10, writer="thread") as ckpt:
         ckpt.step(1, {"loss": 1.0})
         with pytest.raises(InvalidInputError, match="'loss' is no number"):
-            ckpt.step(2, {"loss": "low"})  # type: ignore[dict-item]
+            ckpt.step(2, {"loss": "low"})
     assert _metrics(path) == {2: {}}
 
 

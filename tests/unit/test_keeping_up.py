@@ -57,7 +57,7 @@ class Session:
 def test_a_save_that_waits_makes_the_writer_hurry(arrived: int, hurried: int) -> None:
     messages = [begin(1), slot(1), slot(1), begin(2), slot(2)]
     session = Session()
-    serve._loop(Inbox(messages, arrived), session)  # type: ignore[arg-type]  # stand-ins
+    serve._loop(Inbox(messages, arrived), session)  # stand-ins
     assert session.calls.count("hurry") == hurried
     assert [c for c in session.calls if c in ("Begin", "Slot")] == [
         type(message).__name__ for message in messages

@@ -93,7 +93,7 @@ def test_a_handler_that_somebody_put_on_top_stays() -> None:
 @pytest.mark.parametrize("bad", [15, "SIGTERM", [-1], [100_000], [signal.SIGKILL], ["x"]])
 def test_signals_that_cannot_be_caught_are_refused(bad: object) -> None:
     with pytest.raises(InvalidInputError, match="save_on"):
-        SaveSignals(bad)  # type: ignore[arg-type] -- users' mistake
+        SaveSignals(bad)  # users' mistake
     with pytest.raises(InvalidInputError, match="save_on"):
         SaveSignals([signal.SIGUSR1, signal.SIGSTOP])  # and the first is put back
 

@@ -129,7 +129,7 @@ def test_a_place_is_tried_once_and_another_place_again(
 def test_any_path_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = counted_probes(monkeypatch)
     for _ in range(2):
-        Store.create(os.fsencode(tmp_path) + b"/raw\xff\xfe")  # type: ignore[arg-type]
+        Store.create(os.fsencode(tmp_path) + b"/raw\xff\xfe")
     assert len(calls) == 1
 
 

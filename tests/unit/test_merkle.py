@@ -25,13 +25,13 @@ def make(**change: object) -> Snapshot:
         if name.startswith("view_"):
             views[0] = msgspec.structs.replace(views[0], **{name[5:]: value})
     layout = Layout(
-        structure=change.get("structure", msgspec.msgpack.encode(["l", 0, 1, 2, 3])),  # type: ignore[arg-type]
-        paths=change.get("paths", ("m/a", "m/b", "step", "m/lr")),  # type: ignore[arg-type]
+        structure=change.get("structure", msgspec.msgpack.encode(["l", 0, 1, 2, 3])),
+        paths=change.get("paths", ("m/a", "m/b", "step", "m/lr")),
         tensors=tuple(views),
         extents=(
             ExtentSpec(2048, change.get("chunk", CHUNK), "float32"),
             ExtentSpec(8, CHUNK, "int64"),
-        ),  # type: ignore[arg-type]
+        ),
         objects=(3,),
     )
     count = layout.extents[0].chunk_count
@@ -39,11 +39,11 @@ def make(**change: object) -> Snapshot:
     ids[0, 0] = change.get("id", 0)
     return Snapshot(
         layout,
-        {3: change.get("object", b"\x07")},  # type: ignore[dict-item]
-        {1: change.get("inline", b"\x01" + bytes(7))},  # type: ignore[dict-item]
+        {3: change.get("object", b"\x07")},
+        {1: change.get("inline", b"\x01" + bytes(7))},
         {0: ids},
-        change.get("environment", b"\x80"),  # type: ignore[arg-type]
-        packs=change.get("packs", ()),  # type: ignore[arg-type]
+        change.get("environment", b"\x80"),
+        packs=change.get("packs", ()),
     )
 
 

@@ -109,7 +109,7 @@ def test_every_name_of_the_api_is_there_and_typed(small: SmallStore) -> None:
         assert getattr(tools, name).__name__ == name
     assert set(tools.__all__) <= set(dir(tools))
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
-        _ = tools.nothing  # type: ignore[attr-defined] - that is the point
+        _ = tools.nothing  # that is the point
     small.save("main", 1, {"w": pattern(PER)}, {"lr": 0.5}, metrics={"loss": 1.0})
     step = tools.show(small.path)
     assert (step.step, step.metrics, step.values[0]["value"]) == (1, {"loss": 1.0}, 0.5)

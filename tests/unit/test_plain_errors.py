@@ -127,7 +127,7 @@ def test_an_observer_that_would_wait_for_itself_is_told(
     meddler.ready.set()
     assert meddler.heard.wait(60)
     assert [type(error) for error in meddler.errors] == [StateError]
-    assert meddler.errors[0].kind == "in-observer"  # type: ignore[attr-defined]
+    assert meddler.errors[0].kind == "in-observer"
     assert meddler.save.result(60).step == 0
     ckpt.close()
     assert steps(path) == [0]

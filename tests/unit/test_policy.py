@@ -103,7 +103,7 @@ def test_good_retention() -> None:
     assert (keep.last, keep.every, keep.best, keep.within) == (1, 1000, ("loss", "max"), 3600.0)
     assert Keep() == Keep(last=None)
     with pytest.raises(AttributeError):
-        keep.last = 0  # type: ignore[misc] -- that it is frozen is the point
+        keep.last = 0  # that it is frozen is the point
 
 
 @pytest.mark.parametrize(

@@ -214,10 +214,10 @@ def test_one_id_many_times(packs: Packs) -> None:
 
     store = packs.fresh(Counting())
     store.index()
-    before = store.io.total  # type: ignore[attr-defined]
+    before = store.io.total
     store.reader().read([(id_of(zeros), dest) for dest in dests])
     assert all(dest == zeros for dest in dests)
-    assert store.io.total - before == len(zeros)  # type: ignore[attr-defined]
+    assert store.io.total - before == len(zeros)
 
 
 def test_destinations_of_any_format(packs: Packs) -> None:

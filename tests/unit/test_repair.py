@@ -232,7 +232,7 @@ def test_encoded_records_are_copied_as_they_are(tmp_path: Path) -> None:
     size = sum(os.path.getsize(pack_path(store.path, n)) for n in names)
     for name in names[:-1]:
         flip(pack_path(store.path, name), -70)
-    first = next(iter(other.index().entries(names[-1]).items(names[-1])))[1]  # type: ignore[union-attr]
+    first = next(iter(other.index().entries(names[-1]).items(names[-1])))[1]
     flip(pack_path(store.path, names[-1]), first.payload + 3)
     report = repair(store, sources=[other])
     assert report.ok

@@ -60,7 +60,7 @@ class Frozen(Training):
 
     @property
     def weight(self) -> nn.Parameter:
-        return self.model[0].weight  # type: ignore[return-value]
+        return self.model[0].weight
 
 
 def run(
@@ -127,11 +127,11 @@ def test_momentum_encoders_are_those_of_the_call(
     def change() -> None:
         with torch.no_grad():
             if write == "data":
-                weight.data.mul_(0.9).add_(target.data, alpha=0.1)  # type: ignore[union-attr, operator, arg-type]
+                weight.data.mul_(0.9).add_(target.data, alpha=0.1)
             elif write == "counted":
-                weight.mul_(0.9).add_(target, alpha=0.1)  # type: ignore[arg-type]
+                weight.mul_(0.9).add_(target, alpha=0.1)
             else:
-                weight.data = weight.data * 0.9 + target.data * 0.1  # type: ignore[union-attr, operator]
+                weight.data = weight.data * 0.9 + target.data * 0.1
 
     ckpt = opened(training.objects, every=1)
     copies = run(ckpt, training, gate, change)
@@ -223,7 +223,7 @@ def averaging(training: Training) -> Callable[[], None]:
 
     def change() -> None:
         with torch.no_grad():
-            first.lerp_(second, 0.1)  # type: ignore[operator, union-attr]
+            first.lerp_(second, 0.1)
 
     return change
 

@@ -135,11 +135,11 @@ def test_wrong_arguments_name_the_way_out(keeper: Keeper, tmp_path: Path) -> Non
         restore_into(keeper.path, blank(), step=5)
     for step in (-1, True, "7"):
         with pytest.raises(InvalidInputError, match="step"):
-            restore_into(keeper.path, blank(), step=step)  # type: ignore[arg-type]  # on purpose
+            restore_into(keeper.path, blank(), step=step)  # on purpose
     with pytest.raises(NotFoundError, match="not a deltackpt store"):
         restore_into(tmp_path, blank())
     with pytest.raises(InvalidInputError, match="mapping"):
-        restore_into(keeper.path, nn.Linear(2, 2))  # type: ignore[arg-type]  # on purpose
+        restore_into(keeper.path, nn.Linear(2, 2))  # on purpose
     with pytest.raises(InvalidInputError, match="name of a run"):
         restore_into(keeper.path, blank(), run="../x")
 

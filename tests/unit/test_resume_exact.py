@@ -107,8 +107,8 @@ def test_every_optimizer_continues_fresh(
     # case 37
     def fresh(seed: int) -> Run:
         run = Run(seed)
-        run.optimizer = make(run.model.parameters())  # type: ignore[assignment]  # any will do
-        run.schedule = lr_scheduler.StepLR(run.optimizer, 3)  # type: ignore[assignment]
+        run.optimizer = make(run.model.parameters())  # any will do
+        run.schedule = lr_scheduler.StepLR(run.optimizer, 3)
         return run
 
     run = fresh(0)

@@ -190,7 +190,7 @@ def test_live_tensors_are_staged_before_private_ones() -> None:
             return super().view(slot)
 
     ring = Watch(slot_bytes=65536 * 4)
-    stage(ring, state, stager=stager, unlocked=unlocked_after)  # type: ignore[arg-type] -- only its length counts
+    stage(ring, state, stager=stager, unlocked=unlocked_after)  # only its length counts
     first_private = next(i for i, (_, records) in enumerate(ring.sent)
                          if any(int.from_bytes(records[at : at + 4], "little") == 0
                                 for at in range(0, len(records), 32)))  # fmt: skip

@@ -38,8 +38,8 @@ def _cycle() -> list[Any]:
 @pytest.mark.parametrize(
     ("state", "path", "advice"),
     [
-        ({"loader": DataLoader([1, 2])}, "loader", "StatefulDataLoader"),  # type: ignore[arg-type]
-        ({"data": {"train": [DataLoader([1])]}}, "data/train/0", "StatefulDataLoader"),  # type: ignore[arg-type]
+        ({"loader": DataLoader([1, 2])}, "loader", "StatefulDataLoader"),
+        ({"data": {"train": [DataLoader([1])]}}, "data/train/0", "StatefulDataLoader"),
         ({"sampler": object()}, "sampler", "state_dict"),
         ({"n": 1, "seen": {object()}}, "seen", ""),
         ({"log": open}, "log", ""),

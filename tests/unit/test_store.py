@@ -253,7 +253,7 @@ def test_features_needed_for_writing_do_not_prevent_reading(tmp_path: Path) -> N
     opened.format.require("read", opened.path)
     for purpose, missing in (("write", "fences"), ("gc", "leases")):
         with pytest.raises(UnsupportedFormatError, match=missing):
-            opened.format.require(purpose, opened.path)  # type: ignore[arg-type]
+            opened.format.require(purpose, opened.path)
     with pytest.raises(UnsupportedFormatError, match="fences"):
         Store.create(store.path)
 
@@ -406,7 +406,7 @@ class ReadingIO(FileIO):
     def link(self, source: str, target: str) -> None:
         raise AssertionError(f"link {target}")
 
-    unlink = mkdir = rmdir = sync_directory = create  # type: ignore[assignment]
+    unlink = mkdir = rmdir = sync_directory = create
 
 
 def test_reading_performs_no_writing_call(small: SmallStore) -> None:

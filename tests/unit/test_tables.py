@@ -162,14 +162,14 @@ class Told:
 def test_references_in_a_circle_are_told_from_a_chain() -> None:
     # Prevents: an index that is wrong ends the writer with a RecursionError, or keeps it busy.
     chain = {n: (n + 1,) for n in range(8)} | {8: ()}
-    assert packs_of(Told(chain), ident(0)) == tuple(f"p{n}" for n in range(9))  # type: ignore[arg-type]
-    assert packs_of(Told(chain | {8: (9,), 9: ()}), ident(0)) == ()  # type: ignore[arg-type]
-    assert packs_of(Told({1: (2,), 2: (1,)}), ident(1)) == ()  # type: ignore[arg-type]
-    assert packs_of(Told({1: (1,)}), ident(1)) == ()  # type: ignore[arg-type]
-    assert packs_of(Told({1: (2, 3), 2: ()}), ident(1)) == ()  # type: ignore[arg-type]
+    assert packs_of(Told(chain), ident(0)) == tuple(f"p{n}" for n in range(9))
+    assert packs_of(Told(chain | {8: (9,), 9: ()}), ident(0)) == ()
+    assert packs_of(Told({1: (2,), 2: (1,)}), ident(1)) == ()
+    assert packs_of(Told({1: (1,)}), ident(1)) == ()
+    assert packs_of(Told({1: (2, 3), 2: ()}), ident(1)) == ()
     both = Told({1: (2, 3), 2: (4,), 3: (4,), 4: ()})
-    assert packs_of(both, ident(1)) == ("p1", "p2", "p3", "p4")  # type: ignore[arg-type]
+    assert packs_of(both, ident(1)) == ("p1", "p2", "p3", "p4")
     wide = {n: tuple(range(1, 100)) for n in range(100)}
     index = Told(wide)
-    assert packs_of(index, ident(0)) == ()  # type: ignore[arg-type]
+    assert packs_of(index, ident(0)) == ()
     assert index.asked < 10 * 100

@@ -161,7 +161,7 @@ def test_verification_tells_of_a_table_that_goes_bad_meanwhile(
 
     def spoiled(*arguments: object, **options: object) -> object:
         spoil_table(store, 1)
-        return scrub(*arguments, **options)  # type: ignore[arg-type]
+        return scrub(*arguments, **options)
 
     monkeypatch.setattr(verify_module, "scrub", spoiled)
     report = verify(store)

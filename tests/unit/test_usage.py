@@ -68,7 +68,7 @@ def test_figures_are_those_of_whole_snapshots(tmp_path: Path, lose_a_pack: bool)
         assert Counter(i[:8] for i in ids) == Counter(key.tobytes() for key in states.keys(commit))
         contents.append(set(ids))
     sizes = {i: place.stored for n in store.index().packs()
-             for i, place in store.index().entries(n).items(n)}  # type: ignore[union-attr]  # fmt: skip
+             for i, place in store.index().entries(n).items(n)}  # fmt: skip
     usage = measure(store)
     steps = [step for run in ("train", "fork") for r in usage.runs if r.run == run
              for step in r.steps]  # fmt: skip

@@ -156,7 +156,7 @@ def test_bad_arguments(small: SmallStore) -> None:
     """A level or run that does not exist is not silently taken as 'nothing to check'."""
     three_steps(small)
     with pytest.raises(InvalidInputError, match="structure"):
-        verify(small.store, level="all")  # type: ignore[arg-type]
+        verify(small.store, level="all")
     with pytest.raises(NotFoundError, match="main"):
         verify(small.store, run="mian")
 
@@ -218,7 +218,7 @@ def test_a_chunk_with_another_copy_hits_nobody(small: SmallStore) -> None:
     copy.finish()
     flip(path, offset)
     for level in ("chunks", "restore"):
-        report = verify(small.store, level=level)  # type: ignore[arg-type]
+        report = verify(small.store, level=level)
         assert hits(only(report)) == set()
         assert report.damaged_steps == []
         assert not report.ok
@@ -278,7 +278,7 @@ def test_a_missing_pack(small: SmallStore) -> None:
         data = path.read_bytes()
         path.unlink()
         for level in LEVELS:
-            finding = only(verify(small.store, level=level))  # type: ignore[arg-type]
+            finding = only(verify(small.store, level=level))
             assert (finding.kind, finding.name) == ("pack", str(path.relative_to(small.path)))
             assert hits(finding) == expected
         path.write_bytes(data)
@@ -290,7 +290,7 @@ def test_a_pack_whose_table_is_damaged(small: SmallStore) -> None:
     path = next(iter(blobs(small.store).values()))[0]
     flip(path, path.stat().st_size - 100)
     for level in LEVELS:
-        finding = only(verify(small.store, level=level))  # type: ignore[arg-type]
+        finding = only(verify(small.store, level=level))
         assert finding.kind == "pack"
         assert hits(finding) == set()
     assert all(restores(Store.open(small.path), commit) for commit in commits)
@@ -367,7 +367,7 @@ def test_lost_references(small: SmallStore) -> None:
         flip(path, offset)
         path.unlink()
         for level in LEVELS:
-            report = verify(small.store, level=level)  # type: ignore[arg-type]
+            report = verify(small.store, level=level)
             assert report.damaged_steps == [("main", 1), ("main", 2)]
     finally:
         codecs._codecs.pop(201)

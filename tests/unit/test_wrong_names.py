@@ -67,15 +67,15 @@ Call = Callable[[Path], object]
 @pytest.mark.parametrize(
     ("call", "advice"),
     [
-        (lambda path: deltackpt.load(path, 20), "step=20"),  # type: ignore[arg-type]
+        (lambda path: deltackpt.load(path, 20), "step=20"),
         (lambda path: deltackpt.load(path, "base@1", 2), "leave one of them out"),
         (lambda path: deltackpt.load(path, "base@first"), "RUN@STEP"),
         (lambda path: _opened(path, save_on=(999,)), "signal.SIGTERM"),
         (lambda path: _opened(path, save_on=(9,)), "signal.SIGTERM"),
         (lambda path: _opened(path, every="5"), "every=50"),
-        (lambda path: deltackpt.Keep(3), "Keep(last=3)"),  # type: ignore[misc]
-        (lambda path: deltackpt.Keep(best=("loss", "low")), '"max"'),  # type: ignore[arg-type]
-        (lambda path: deltackpt.Every(3), "Every(steps=50)"),  # type: ignore[misc]
+        (lambda path: deltackpt.Keep(3), "Keep(last=3)"),
+        (lambda path: deltackpt.Keep(best=("loss", "low")), '"max"'),
+        (lambda path: deltackpt.Every(3), "Every(steps=50)"),
         (lambda path: deltackpt.Every(), "Every(steps=50)"),
     ],
 )

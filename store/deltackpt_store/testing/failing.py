@@ -24,6 +24,7 @@ class Intercepting(FileIO):
         self._inner = inner or FileIO()
 
     def before(self, name: str, arguments: tuple[Any, ...]) -> None:
+        """What happens ahead of the operation; subclasses say. What it raises comes out of it."""
         raise NotImplementedError
 
     def create(self, path: str, mode: int = 0o666) -> int:
