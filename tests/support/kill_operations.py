@@ -1,10 +1,13 @@
 """SIGKILL at the n-th file call of what works on a store, for every n.
 
-    python kill_operations.py DIRECTORY STRIDE
+    python kill_operations.py DIRECTORY CALLS
 
 Each operation runs in forked children over copies of one store. After each kill, with no repair:
 what was acknowledged is there, all that is listed is whole, the next save and the next collection
-work and leave nothing behind. Prints one JSON object: kills by operation.
+work and leave nothing behind. A repair works on damaged stores: what could be read before can be,
+no damaged file is gone, and the next repair finishes. CALLS is "changes" (calls that change files
+or names; at the others a kill leaves no other files) or "all". Prints one JSON object: kills by
+operation.
 """
 
 from __future__ import annotations
@@ -26,7 +29,9 @@ from deltackpt_store.mark import mark
 from deltackpt_store.retention import Keep, apply, retire
 from deltackpt_store.roots import read_roots
 from deltackpt_store.store import Store
-from deltackpt_store.testing.killing import Operation, Tell, killed_at
+from deltackpt_store.testing import CALLS, CHANGES, killed_at
+from deltackpt_store.testing.killing import Operation, Tell
+from hurt_store import HurtChunks, HurtRecords, HurtStore, copy_files
 
 
 def prepare(path: str) -> set[bytes]:
@@ -123,8 +128,6 @@ OPERATIONS: dict[str, Callable[[str], Operation]] = {
     "create": create, "save": save, "session": session, "retention": retention,
     "collection": collection, "compaction": compaction,
 }  # fmt: skip
-SPARSER = {"compaction": 12}
-"""Operations of so many calls that fewer of them are met."""
 LETS_GO = {"session": 2, "retention": 1}
 """Operations that may take older steps off the list of main, and how many they leave."""
 
@@ -165,30 +168,64 @@ def check_goes_on(store: Store, where: str) -> None:
     assert not left, (where, left)
 
 
-def campaign(directory: str, name: str, stride: int) -> int:
-    """Kill the operation at every `stride`-th call until it comes to its end; the kills."""
-    original, path = f"{directory}/original", f"{directory}/store"
-    for kills, kill_at in enumerate(range(1, 10_000, stride)):
-        shutil.rmtree(path, ignore_errors=True)
-        shutil.copytree(original, path)
-        death = killed_at(OPERATIONS[name](path), kill_at)
-        check(path, name, MUST, death.told, f"{name}, killed at call {kill_at}")
+# campaigns --------------------------------------------------------------------------------------
+
+Check = Callable[[list[bytes], str], None]
+"""What must hold after a death: called with what was told, and words for when it was."""
+
+
+def campaign(
+    directory: str, name: str, operation: Operation, check: Check, calls: tuple[str, ...]
+) -> int:
+    """Kill the operation at each of its `calls` until it comes to its end; the kills. Each time
+    `directory` is what `directory`-original is."""
+    for kills in range(10_000):
+        shutil.rmtree(directory, ignore_errors=True)
+        shutil.copytree(f"{directory}-original", directory)
+        death = killed_at(operation, kills + 1, calls=calls)
+        check(death.told, f"{name}, killed at call {kills + 1}")
         if not death.killed:
             return kills
     raise AssertionError(f"{name} takes more calls than were looked at")
 
 
-MUST: set[bytes] = set()
+def operate(directory: str, calls: tuple[str, ...]) -> dict[str, int]:
+    path = f"{directory}/store"
+    must = prepare(f"{path}-original")
+    kills: dict[str, int] = {}
+    for name, make in OPERATIONS.items():
+
+        def check_it(told: list[bytes], where: str, name: str = name) -> None:
+            check(path, name, must, told, where)
+
+        kills[name] = campaign(path, name, make(path), check_it, calls)
+    return kills
+
+
+def repairs(directory: str, calls: tuple[str, ...]) -> dict[str, int]:
+    kinds: dict[str, type[HurtStore]] = {"repair": HurtChunks, "repair of records": HurtRecords}
+    kills: dict[str, int] = {}
+    for name, kind in kinds.items():
+        root = f"{directory}/{kind.__name__}"
+        hurt = kind(root)
+        copy_files(hurt.disk, Unsynced(), root, f"{root}-original")
+
+        def check(_: list[bytes], where: str, hurt: HurtStore = hurt) -> None:
+            hurt.check(Unsynced(), where)
+            hurt.check_goes_on(Unsynced(), where)
+
+        def operation(io: FileIO, _: Tell, hurt: HurtStore = hurt) -> None:
+            hurt.repair(io)
+
+        kills[name] = campaign(root, name, operation, check, calls)
+    return kills
 
 
 def main() -> int:
-    directory, stride = sys.argv[1], int(sys.argv[2])
+    directory, calls = sys.argv[1], {"changes": CHANGES, "all": CALLS}[sys.argv[2]]
     logging.disable(logging.CRITICAL)
     IoThread._start = lambda self: False  # forks without threads
-    MUST.update(prepare(f"{directory}/original"))
-    strides = {name: stride * SPARSER.get(name, 1) for name in OPERATIONS}
-    kills = {name: campaign(directory, name, each) for name, each in strides.items()}
-    print(json.dumps(kills))
+    print(json.dumps({**operate(directory, calls), **repairs(directory, calls)}))
     return 0
 
 

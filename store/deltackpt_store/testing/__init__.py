@@ -10,7 +10,7 @@
 """
 
 from deltackpt_store.testing.corruption import Mutant, Verdict, check_mutants, damaged, mutants
-from deltackpt_store.testing.failing import CALLS, FailingIO, ShortIO, SlowIO
+from deltackpt_store.testing.failing import CALLS, CHANGES, FailingIO, ShortIO, SlowIO
 from deltackpt_store.testing.killing import Death, KillingIO, killed_at
 from deltackpt_store.testing.simulated_disk import (
     CrashState,
@@ -21,6 +21,7 @@ from deltackpt_store.testing.simulated_disk import (
 
 __all__ = [
     "CALLS",
+    "CHANGES",
     "CrashState",
     "CrashStates",
     "Death",

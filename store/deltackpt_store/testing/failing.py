@@ -15,6 +15,10 @@ CALLS = (
     "rmdir", "chmod", "lock", "open", "size", "read_into", "list", "exists", "free_bytes",
 )  # fmt: skip
 """Names of all operations of a file layer."""
+CHANGES = (
+    "create", "write", "link", "replace", "unlink", "mkdir", "rmdir", "chmod", "lock",
+)  # fmt: skip
+"""Names of those that may leave other files or names than they found."""
 
 
 class Intercepting(FileIO):

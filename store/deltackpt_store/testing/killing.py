@@ -5,28 +5,32 @@ from __future__ import annotations
 import os
 import signal
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from deltackpt_store.fileio import FileIO
-from deltackpt_store.testing.failing import Intercepting
+from deltackpt_store.testing.failing import CALLS, Intercepting
 
 Tell = Callable[[bytes], None]
 Operation = Callable[[FileIO, Tell], None]
 
 
 class KillingIO(Intercepting):
-    """Real files; the process is killed (SIGKILL) when it comes to call `kill_at`, from 1.
+    """Real files; the process is killed (SIGKILL) when it comes to call `kill_at` of those named in
+    `calls`, from 1.
 
     A write that is met has put half of its bytes into the file. Nothing is synced: a kill takes no
     page cache away, and the calls are counted all the same. One thread.
     """
 
-    def __init__(self, kill_at: int) -> None:
+    def __init__(self, kill_at: int, calls: Sequence[str] = CALLS) -> None:
         super().__init__()
         self.left = kill_at
+        self.calls = frozenset(calls)
 
     def before(self, name: str, arguments: tuple[Any, ...]) -> None:
+        if name not in self.calls:
+            return
         self.left -= 1
         if self.left:
             return
@@ -50,11 +54,15 @@ class Death(NamedTuple):
     told: list[bytes]
 
 
-def killed_at(operation: Operation, kill_at: int, told_bytes: int = 32) -> Death:
+def killed_at(
+    operation: Operation, kill_at: int, *, calls: Sequence[str] = CALLS, told_bytes: int = 32
+) -> Death:
     """Run `operation(io, tell)` in a forked child that is killed at its file call `kill_at`.
 
-    What the child tells (pieces of `told_bytes` each) before its death comes back. Call it in a
-    process without other threads. AssertionError when the child fails by itself.
+    With `calls` only those count. `CHANGES` leaves nothing out: killed at any other call, a process
+    leaves the same files as at the next one of these. What the child tells (pieces of `told_bytes`
+    each) before its death comes back. Call it in a process without other threads. AssertionError
+    when the child fails by itself.
     """
     reading, writing = os.pipe()
     pid = os.fork()
@@ -62,7 +70,7 @@ def killed_at(operation: Operation, kill_at: int, told_bytes: int = 32) -> Death
         code = 1
         try:
             os.close(reading)
-            operation(KillingIO(kill_at), lambda told: _tell(writing, told))
+            operation(KillingIO(kill_at, calls), lambda told: _tell(writing, told))
             code = 0
         except BaseException:
             traceback.print_exc()

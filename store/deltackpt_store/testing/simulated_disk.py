@@ -130,15 +130,13 @@ class SimulatedDisk(FileIO):
         directory, name = self._parent(target)
         self._tree.directories[directory][name] = inode
         self._journal.append(Change("name", directory, name=name, target=inode))
-        self.unlink(source)
+        self._unname(source)
 
     def unlink(self, path: str) -> None:
         inode = self._existing(path)
         if inode in self._tree.directories:
             raise _os_error(errno.EISDIR, path)
-        directory, name = self._parent(path)
-        del self._tree.directories[directory][name]
-        self._journal.append(Change("unname", directory, name=name))
+        self._unname(path)
 
     def sync_directory(self, path: str) -> None:
         inode = self._existing(path)
@@ -156,9 +154,7 @@ class SimulatedDisk(FileIO):
         inode = self._existing(path)
         if self._tree.directories[inode]:
             raise _os_error(errno.ENOTEMPTY, path)
-        directory, name = self._parent(path)
-        del self._tree.directories[directory][name]
-        self._journal.append(Change("unname", directory, name=name))
+        self._unname(path)
 
     def chmod(self, path: str, mode: int) -> None:
         self._existing(path)
@@ -216,6 +212,11 @@ class SimulatedDisk(FileIO):
             self._tree.directories[directory][name] = inode
             self._journal.extend(before)
             self._journal.append(Change("name", directory, name=name, target=inode))
+
+    def _unname(self, path: str) -> None:
+        directory, name = self._parent(path)
+        del self._tree.directories[directory][name]
+        self._journal.append(Change("unname", directory, name=name))
 
     def _new(self) -> int:
         return next(self._numbers)  # atomic: a writer may use a thread of its own for files
