@@ -10,6 +10,7 @@ DEMO := $(VENV)/.stamp-demo
 BENCH := $(VENV)/.stamp-bench
 CHAOS := $(VENV)/.stamp-chaos
 PIP := $(PY) -m pip --disable-pip-version-check --no-input
+KERNELS := store/deltackpt_store/coding/kernels.c
 ARGS ?=
 
 .DELETE_ON_ERROR:
@@ -33,7 +34,7 @@ help:
 	@echo "make clean   remove build output, caches and the environment"
 
 # torch is named exactly and first: asked for by range it may come with several GB of CUDA.
-$(DEV): pyproject.toml requirements-dev.txt constraints-dev.txt
+$(DEV): pyproject.toml requirements-dev.txt constraints-dev.txt hatch_build.py $(KERNELS)
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("deltackpt needs Python 3.11 or newer; this is %s: make PYTHON=python3.11 ..." % sys.version.split()[0])'
 	@echo "Installing into $(VENV): about 2.3 GB, some minutes, pip says nothing until it is done."
 	$(PYTHON) -m venv $(VENV)

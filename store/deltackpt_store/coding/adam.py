@@ -30,8 +30,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from deltackpt_store.coding import kernels
 from deltackpt_store.coding.arithmetic import exact
-from deltackpt_store.coding.elements import elements_of, join, undo_difference
+from deltackpt_store.coding.elements import elements_of, join
 from deltackpt_store.coding.streams import Unpacker, damaged
 
 SECOND, WEIGHT, LARGEST, WEIGHT_BY_LARGEST = 0, 1, 2, 3
@@ -81,10 +82,14 @@ def advance(
 
     All have the same length. Call it within :func:`arithmetic.exact`.
     """
+    f = np.float32
     with np.errstate(all="ignore"):
-        f = np.float32
         rest1, beta2, rest2 = f(1 - betas.beta1), f(betas.beta2), f(1 - betas.beta2)
         eps, decay, size, root = f(betas.eps), f(step.decay), f(-step.step_size), f(step.root)
+        if kernels.native is not None and before.flags.aligned and after.flags.aligned:
+            numbers = np.array((rest1, beta2, rest2, eps, decay, size, root), f)
+            kernels.native.adam_step(numbers, before, after, second, weight, largest)
+            return
         size_of = min(len(before), _BLOCK)
         room, more = np.empty(size_of, f), np.empty(size_of, f)
         for start in range(0, len(before), _BLOCK):
@@ -144,8 +149,7 @@ def decode_adam(
     rest = unpacker.bytes(len(out) % 4)
     unpacker.end()
     predicted = _replay(role, betas, steps, references[:anchors], firsts)
-    join(planes, values)
-    undo_difference(values, predicted.view("<u4"), values)
+    join(planes, values, predicted.view("<u4"))
     out[4 * len(values) :] = rest
 
 

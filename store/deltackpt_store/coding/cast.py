@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from deltackpt_store.coding import kernels
 from deltackpt_store.coding.streams import Unpacker, damaged, leb128
 from deltackpt_store.errors import CorruptionError
 
@@ -48,6 +49,8 @@ RULES: dict[int, tuple[Rule, ...]] = {
 def round_to(kind: int, values: Words, rule: Rule) -> tuple[Halves, bool]:
     """The bits of float32 `values` as 16-bit floats, and whether a NaN was among them."""
     out = np.empty(len(values), np.uint16)
+    if kind == 1 and kernels.native is not None and not kernels.native.round_bfloat16(values, out):
+        return out, False
     room = np.empty(min(len(values), _BLOCK), np.uint32)
     met = False
     for start in range(0, len(values), _BLOCK):

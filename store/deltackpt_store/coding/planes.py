@@ -12,12 +12,10 @@ from typing import NamedTuple
 from deltackpt_store.coding.elements import (
     WIDTHS,
     Elements,
-    difference,
     elements_of,
     join,
     reference_elements,
     split,
-    undo_difference,
 )
 from deltackpt_store.coding.streams import Entropy, Unpacker, damaged, pack
 from deltackpt_store.fileio import Buffer
@@ -34,23 +32,22 @@ class Coded(NamedTuple):
 
 def encode_planes(raw: memoryview, width: int, entropy: Entropy, noise: int = 0) -> Coded:
     """Code a chunk by itself. Planes with a bit in `noise` are stored as they are."""
-    return _encode(elements_of(raw, width), raw, entropy, noise, chance=False)
+    return _encode(raw, width, None, entropy, noise)
 
 
 def encode_delta(
     raw: memoryview, reference: memoryview, width: int, entropy: Entropy, noise: int = 0
 ) -> Coded:
     """Code a chunk as the difference to a reference of any length."""
-    values = elements_of(raw, width)
-    coded = difference(values, reference_elements(reference, len(values), width))
-    return _encode(coded, raw, entropy, noise, chance=True)
+    base = reference_elements(reference, len(raw) // width, width)
+    return _encode(raw, width, base, entropy, noise)
 
 
 def _encode(
-    values: Elements, raw: memoryview, entropy: Entropy, noise: int, *, chance: bool
+    raw: memoryview, width: int, base: Elements | None, entropy: Entropy, noise: int
 ) -> Coded:
-    width = values.itemsize
-    packed = pack(split(values), entropy, noise, chance=chance)
+    values = elements_of(raw, width)
+    packed = pack(split(values, base), entropy, noise, chance=base is not None)
     payload = packed.payload
     rest = raw[len(values) * width :]
     if len(rest):
@@ -65,7 +62,7 @@ def decode_planes(
     """Undo `encode_planes`."""
     if references:
         raise damaged("it has a reference")
-    _decode(params, payload, out)
+    _decode(params, payload, out, None)
 
 
 def decode_delta(
@@ -74,11 +71,12 @@ def decode_delta(
     """Undo `encode_delta`."""
     if len(references) != 1:
         raise damaged("it needs one reference")
-    values = _decode(params, payload, out)
-    undo_difference(values, reference_elements(references[0], len(values), values.itemsize), values)
+    _decode(params, payload, out, references[0])
 
 
-def _decode(params: bytes, payload: memoryview, out: memoryview) -> Elements:
+def _decode(
+    params: bytes, payload: memoryview, out: memoryview, reference: memoryview | None
+) -> None:
     unpacker = Unpacker(memoryview(params), payload)
     width = unpacker.byte()
     if width not in WIDTHS:
@@ -87,6 +85,6 @@ def _decode(params: bytes, payload: memoryview, out: memoryview) -> Elements:
     planes = [unpacker.stream(len(values)) for _ in range(width)]
     rest = unpacker.bytes(len(out) - len(values) * width)
     unpacker.end()
-    join(planes, values)
+    base = None if reference is None else reference_elements(reference, len(values), width)
+    join(planes, values, base)
     out[len(values) * width :] = rest
-    return values

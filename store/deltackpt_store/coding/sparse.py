@@ -14,12 +14,10 @@ import numpy as np
 
 from deltackpt_store.coding.elements import (
     WIDTHS,
-    difference,
     elements_of,
     join,
     reference_elements,
     split,
-    undo_difference,
 )
 from deltackpt_store.coding.planes import Coded
 from deltackpt_store.coding.streams import Entropy, Unpacker, damaged, leb128, pack
@@ -41,7 +39,7 @@ def encode_sparse(
     widest = int(gaps.max()) if len(gaps) else 0
     gap_width = 1 if widest < 1 << 8 else 2 if widest < 1 << 16 else 4
     streams = split(gaps.astype(f"<u{gap_width}"))
-    streams += split(difference(values[places], base[places]))
+    streams += split(values[places], base[places])
     packed = pack(streams, entropy)
     payload = packed.payload
     rest = raw[len(values) * width :]
@@ -68,15 +66,15 @@ def decode_sparse(
         raise damaged("more elements changed than there are")
     gaps = np.empty(count, f"<u{gap_width}")
     join([unpacker.stream(count) for _ in range(gap_width)], gaps)
-    changes = np.empty(count, values.dtype)
-    join([unpacker.stream(count) for _ in range(width)], changes)
+    planes = [unpacker.stream(count) for _ in range(width)]
     rest = unpacker.bytes(len(out) - len(values) * width)
     unpacker.end()
     places = np.cumsum(gaps, dtype=np.int64) + np.arange(count)
     if count and int(places[-1]) >= len(values):
         raise damaged("a changed element lies outside the chunk")
     base = reference_elements(references[0], len(values), width)
-    undo_difference(changes, base[places], changes)
+    changes = np.empty(count, values.dtype)
+    join(planes, changes, base[places])
     values[:] = base
     values[places] = changes
     out[len(values) * width :] = rest

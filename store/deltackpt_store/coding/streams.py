@@ -186,9 +186,9 @@ class Unpacker:
         per_byte = PER_BYTE[method]
         listed = bytes(self.bytes(listed_count(per_byte)))
         codes = self._plain(self.byte(), -(-size // per_byte))
-        values, others = unpack_symbols(codes, per_byte, listed, size)
-        values[others] = self._plain(self.byte(), len(others))
-        return values
+        return unpack_symbols(
+            codes, per_byte, listed, size, lambda count: self._plain(self.byte(), count)
+        )
 
     def _plain(self, method: int, size: int) -> Bytes:
         if method == RAW:

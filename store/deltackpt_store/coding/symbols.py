@@ -9,10 +9,13 @@ follow in a stream of their own.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from deltackpt_store.coding import kernels
 
 Bytes = NDArray[np.uint8]
 
@@ -41,23 +44,27 @@ def listed_count(per_byte: int) -> int:
 
 def suits(stream: Bytes) -> tuple[int, bytes] | None:
     """Symbols per byte and the values to list, judged on a sample; None when neither suits."""
+    if kernels.native is not None:
+        per_byte, listed = kernels.native.suit(stream)
+        return (per_byte, listed[: _LISTED[per_byte]]) if per_byte else None
     # The stride is odd, so that it does not fall in step with elements of several bytes.
     counts = np.bincount(stream[:: len(stream) // _SAMPLE | 1], minlength=256)
-    if counts.max() < 0.04 * counts.sum():
-        return None
     order = np.argsort(-counts, kind="stable")[:15]
-    shares = counts[order].cumsum() / counts.sum()
-    if shares[0] >= 0.995:
-        return None  # next to nothing but runs
-    if shares[2] >= 0.74:
+    covered = counts[order].cumsum().tolist()
+    total = int(counts.sum())
+    if 25 * covered[0] < total or 200 * covered[0] >= 199 * total:
+        return None  # nothing stands out, or next to nothing but runs
+    if 50 * covered[2] >= 37 * total:
         return CRUMBS, order[:3].astype(np.uint8).tobytes()
-    if shares[14] >= 0.75:
+    if 4 * covered[14] >= 3 * total:
         return NIBBLES, order.astype(np.uint8).tobytes()
     return None
 
 
 def pack_symbols(stream: Bytes, per_byte: int, listed: bytes) -> Symbols:
     """Replace each byte by its place in `listed`, packed; the codes are padded with zeros."""
+    if kernels.native is not None:
+        return Symbols(listed, *kernels.native.pack(stream, per_byte, listed))
     codes = np.zeros(-(-len(stream) // per_byte) * per_byte, np.uint8)
     body = codes[: len(stream)]
     if per_byte == CRUMBS:
@@ -83,11 +90,17 @@ def _crumbs(stream: Bytes, listed: bytes, codes: Bytes) -> None:
 
 
 def unpack_symbols(
-    packed: Bytes, per_byte: int, listed: bytes, size: int
-) -> tuple[Bytes, NDArray[np.intp]]:
-    """The first `size` values of packed codes, writable, and the places of those not listed."""
+    packed: Bytes, per_byte: int, listed: bytes, size: int, others: Callable[[int], Bytes]
+) -> Bytes:
+    """The first `size` values of packed codes; `others` gives the so many that are not listed."""
+    if kernels.native is not None:
+        packed = np.ascontiguousarray(packed)
+        rest = others(kernels.native.others(packed, per_byte, size))
+        return kernels.native.unpack(packed, per_byte, listed, size, np.ascontiguousarray(rest))
     escape = next(value for value in range(256) if value not in listed)
     values = np.frombuffer(listed + bytes((escape,)), np.uint8)
     table = values.take(_CODES[per_byte]).view(_WORD[per_byte])[:, 0]
     stream = table.take(packed).view(np.uint8)[:size]
-    return stream, np.flatnonzero(stream == escape)
+    places = np.flatnonzero(stream == escape)
+    stream[places] = others(len(places))
+    return stream
