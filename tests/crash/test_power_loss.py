@@ -12,6 +12,7 @@ from collections.abc import Callable
 import pytest
 from deltackpt_store.errors import NotFoundError
 from deltackpt_store.fileio import make_directories
+from deltackpt_store.gc import collect
 from deltackpt_store.store import Store
 from deltackpt_store.testing import CrashState, SimulatedDisk, check_crash_states
 from saver import CHUNK, Saver, check_whole
@@ -57,6 +58,28 @@ def test_every_crash_state_of_saves_keeps_acknowledged_steps(
     figure("crash states that differ", found.distinct)
     assert found.states > 6000
     assert found.distinct > 400
+
+
+def test_a_store_that_was_being_made_is_complete_or_not_there() -> None:
+    """A store without its `pins` would refuse collections for ever."""
+    disk = SimulatedDisk()
+    make_directories(disk, "/disk")
+    disk.sync_directory("/")
+    Store.create(PATH, io=disk)
+    found = 0
+    for crash in disk.crash_states():
+        after = crash.disk()
+        try:
+            store = Store.open(PATH, io=after)
+            found += 1
+        except NotFoundError:
+            store = Store.create(PATH, io=after)
+        collect(store)
+        saver = Saver(PATH, after)
+        saver.save(0)
+        saver.writer.close()
+        check_whole(store, {0}, crash)
+    assert found > 1
 
 
 # case 83
