@@ -12,7 +12,7 @@ from deltackpt_store.check_log import CheckLog
 from deltackpt_store.pack_set import PackSet
 from deltackpt_store.scrub import BadRecord, Progress, scrub
 
-_BATCH_BYTES = 64 * 1024 * 1024
+_BATCH_BYTES = 256 * 1024 * 1024
 _KEEP_SECONDS = 5.0
 WINDOW = 7 * 86400.0
 
