@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections import OrderedDict
 
 from deltackpt_store import codecs
 from deltackpt_store.errors import CorruptionError, DeltackptError
 from deltackpt_store.fetch import MAX_DEPTH
 from deltackpt_store.fileio import FileIO
 from deltackpt_store.index import ChunkIndex
-from deltackpt_store.pack import (
-    Location,
-    RecordHead,
-    check_payload,
-    pack_path,
-    read_record_head,
-)
+from deltackpt_store.open_packs import OpenPacks
+from deltackpt_store.pack import Location, RecordHead
 
 _log = logging.getLogger("deltackpt.store.index")
-_MAX_HANDLES = 32
 _MAX_REMEMBERED = 1 << 18
 
 
@@ -34,17 +26,18 @@ class Confirmer:
     """
 
     def __init__(self, io: FileIO, root: str, index: ChunkIndex) -> None:
-        self._io = io
-        self._root = root
+        self.packs = OpenPacks(io, root)
         self._index = index
-        self._handles: OrderedDict[str, tuple[int, int]] = OrderedDict()  # pack -> fd, file size
         self._confirmed: dict[bytes, Location] = {}
         self._absent: frozenset[str] = frozenset()
+        self.era = 0
+        """Changes when packs that were found before may be gone: none is to be held open then."""
 
     def ban(self, packs: frozenset[str]) -> None:
         """From here on these packs, and no others, count as absent, whatever the index says."""
         self._absent = packs
         self._confirmed.clear()
+        self.era += 1
         self.close()  # what is open may have been deleted
 
     def find(self, chunk_id: bytes, depth: int = 0) -> Location | None:
@@ -64,7 +57,7 @@ class Confirmer:
                 self._index.drop_pack(location.pack)
                 continue
             try:
-                self._check(chunk_id, location)
+                self.packs.head(chunk_id, location)
             except (OSError, DeltackptError) as error:
                 _log.warning(
                     "pack %s does not hold chunk %s as indexed; storing it again: %s",
@@ -79,13 +72,6 @@ class Confirmer:
             self._confirmed[chunk_id] = location
             return location
         return None
-
-    def _check(self, chunk_id: bytes, location: Location) -> None:
-        handle, size = self._open(location.pack)
-        head = read_record_head(self._io, handle, location.offset, location.pack)
-        told = (head.id, head.skip, head.stored, head.raw, head.codec, head.refs)
-        if told != (chunk_id, *location[2:]) or location.payload + location.stored > size:
-            raise CorruptionError("another record lies there", kind="index")
 
     def content(self, chunk_id: bytes, location: Location) -> bytearray:
         """Read and decode the chunk, to compare bytes (OSError, CorruptionError)."""
@@ -105,41 +91,13 @@ class Confirmer:
 
         `location` must be one that :meth:`find` returned for this chunk.
         """
-        handle, _ = self._open(location.pack)
-        head = read_record_head(self._io, handle, location.offset, location.pack)
-        if (head.id, head.stored, head.raw) != (chunk_id, location.stored, location.raw):
-            raise CorruptionError("another record lies there", kind="index")
-        payload = memoryview(bytearray(head.stored))
-        got = self._io.read_into(handle, [payload], location.payload)
-        check_payload(head, payload[:got], location.pack)
-        return head, payload
+        return self.packs.record(chunk_id, location)
 
     def forget(self, chunk_id: bytes) -> None:
         """Confirm this chunk, and what may be coded against it, anew at the next look-up."""
         if self._confirmed.pop(chunk_id, None) is not None:
             self._confirmed.clear()
 
-    def _open(self, pack: str) -> tuple[int, int]:
-        known = self._handles.get(pack)
-        if known is not None:
-            self._handles.move_to_end(pack)
-            return known
-        while len(self._handles) >= _MAX_HANDLES:
-            self._close(self._handles.popitem(last=False)[1][0])
-        handle = self._io.open(pack_path(self._root, pack))
-        try:
-            opened = handle, self._io.size(handle)
-        except OSError:
-            self._close(handle)
-            raise
-        self._handles[pack] = opened
-        return opened
-
-    def _close(self, handle: int) -> None:
-        with contextlib.suppress(OSError):
-            self._io.close(handle)
-
     def close(self) -> None:
         """Close the pack files held open; the object stays usable."""
-        while self._handles:
-            self._close(self._handles.popitem()[1][0])
+        self.packs.close()

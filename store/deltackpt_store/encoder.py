@@ -1,28 +1,32 @@
-"""Encoding chunks in batches, by recipe or as the policy sees fit, in threads for idle cores."""
+"""Encoding chunks in batches, by recipe or as the policy sees fit, on idle cores."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import NamedTuple, TypeVar
 
-from deltackpt_store import coding_policy
+from blake3 import blake3
+
 from deltackpt_store.codecs import Encoded
-from deltackpt_store.coding_policy import MAX_HURRY, CodingPolicy, Outcome, Plan
+from deltackpt_store.coding_policy import MAX_HURRY, CodingPolicy, Outcome
 from deltackpt_store.confirm import Confirmer
-from deltackpt_store.errors import CorruptionError
+from deltackpt_store.encode_crew import MOST_CORES, Crew
+from deltackpt_store.encode_tasks import DigestTask, EncodeTask
 from deltackpt_store.fetch import MAX_DEPTH
 from deltackpt_store.fileio import Buffer
 from deltackpt_store.idle import IdleCores
 from deltackpt_store.pack import Location
 from deltackpt_store.recipes import Attempt, Coded, Recipe, Same, attempt
-from deltackpt_store.references import References, Stored
+from deltackpt_store.references import References
 
 _T = TypeVar("_T")
 _R = TypeVar("_R")
 
-_TOGETHER_BYTES = 512 * 1024  # less is not worth waking other threads for
+_TOGETHER_BYTES = 512 * 1024  # less is not worth waking other processes for
+_TOGETHER = 4  # chunks whose ids are asked for in one go
 
 
 class Chunk(NamedTuple):
@@ -58,32 +62,37 @@ class Job(NamedTuple):
     reference: tuple[bytes, Location] | None
 
 
-class _Work(NamedTuple):
-    plan: Plan
-    raw: memoryview
-    id: bytes
-    reference: Stored | memoryview | None
-
-
 class Encoder:
-    """Policy, references and threads of one store writer. Used by one thread.
+    """Policy and references of one store writer. Used by one thread.
 
-    Memory: for the batch at hand its encoded form and its references; the pool has at most 4
-    threads. `seconds` is the wall time spent, `raw_bytes` what was encoded in it.
+    Chunks that lie in the ring of `crew` are shared with it when cores are idle. Memory: for the
+    batch at hand its encoded form and its references. `seconds` is the wall time spent, `raw_bytes`
+    what was encoded in it.
     """
 
-    def __init__(self, mode: str, confirmer: Confirmer, *, shadow: int | None = None) -> None:
+    def __init__(
+        self,
+        mode: str,
+        confirmer: Confirmer,
+        *,
+        shadow: int | None = None,
+        crew: Crew | None = None,
+    ) -> None:
         self.policy = CodingPolicy(mode)
         self.references = References(confirmer)
         self._shadow = shadow is not None
         if shadow is not None:
             self.references.budget = max(shadow, self.references.budget)
-        self._idle = IdleCores()
+        self._crew = Crew() if crew is None else crew
+        self._idle = IdleCores(MOST_CORES, self._cpu_seconds)
         self._pool: ThreadPoolExecutor | None = None
         self.seconds = 0.0
         self.raw_bytes = 0
         self.hurried_bytes = self.hurried_chunks = 0
         self._pace = (0.0, 0, 0.0, 0)  # of encoding and writing when `hurry` looked last
+
+    def _cpu_seconds(self) -> float:
+        return time.process_time() + self._crew.cpu_seconds
 
     def next_save(self, state_bytes: int) -> None:
         """Chunks encoded from here on belong to another save of a state of that size."""
@@ -103,23 +112,38 @@ class Encoder:
         made.update(zip(others, (outcome.best for outcome in outcomes), strict=True))
         return made
 
+    def ids(self, views: Sequence[memoryview]) -> list[bytes]:
+        """The ids of chunks."""
+        helpers = self._helpers(views)
+        if not helpers:
+            return [blake3(view).digest() for view in views]
+        tasks = [DigestTask(views[i : i + _TOGETHER]) for i in range(0, len(views), _TOGETHER)]
+        return [chunk_id for ids in self._crew.run(tasks, helpers) for chunk_id in ids]
+
     def encode(self, jobs: Sequence[Job]) -> list[Outcome]:
         """Encode each chunk as the policy sees fit; results in order, may refer to `raw`."""
         began = time.perf_counter()
-        work = [self._prepare(job) for job in jobs]
-        results = self.map(_encode, work, sum(len(job.raw) for job in jobs))
-        for job, item, (outcome, chunk) in zip(jobs, work, results, strict=True):
+        tasks = [self._task(job) for job in jobs]
+        results = self._crew.run(tasks, self._helpers([job.raw for job in jobs]))
+        for job, task, (plan, outcome, chunk, payload_hash) in zip(
+            jobs, tasks, results, strict=True
+        ):
             size = len(job.raw)
-            self.policy.learn(job.stream, job.dtype, item.plan, outcome, size, outcome.best.stored)
-            if chunk is not None and isinstance(item.reference, Stored):
-                self.references.prove(item.reference)
-                self.references.keep(item.id, chunk, copy=False)
+            self.policy.learn(job.stream, job.dtype, plan, outcome, size, outcome.best.stored)
+            if task.reference is not None and payload_hash is not None:
+                self.references.learn(task.reference, payload_hash, chunk)
             if self.policy.hurry:
                 self.hurried_chunks += 1
                 self.hurried_bytes += size
             self.raw_bytes += size
         self.seconds += time.perf_counter() - began
-        return [outcome for outcome, _ in results]
+        return [result.outcome for result in results]
+
+    def _helpers(self, views: Sequence[memoryview]) -> int:
+        """How many helpers to share work on these chunks with."""
+        if not self._crew or len(views) < 2 or sum(map(len, views)) < _TOGETHER_BYTES:
+            return 0
+        return min(len(self._crew), self._idle.count() - 1)
 
     def _by_recipe(self, chunks: Mapping[bytes, Fresh], depth: Depth) -> dict[bytes, Encoded]:
         """Encodings of those chunks of which a recipe holds."""
@@ -153,16 +177,16 @@ class Encoder:
         location = self.references.locate(reference)
         return None if location is None else (reference, location)
 
-    def _prepare(self, job: Job) -> _Work:
+    def _task(self, job: Job) -> EncodeTask:
+        raw, dtype, stream, found = job
         reference = None
-        chunk_id = b""
-        if job.reference is not None and self.policy.wants_reference(job.stream):
-            chunk_id, location = job.reference
-            reference = self.references.get(chunk_id, location)
-        plan = self.policy.plan(
-            job.stream, len(job.raw), job.dtype, reference=reference is not None
-        )
-        return _Work(plan, job.raw, chunk_id, reference)
+        if found is not None and self.policy.wants_reference(stream):
+            reference = self.references.reference(*found)
+        plan = partial(self.policy.plan, stream, len(raw), dtype)
+        return EncodeTask(
+            raw, plan(reference=reference is not None), reference, self.references,
+            alone=partial(plan, reference=False),
+        )  # fmt: skip
 
     def stored_by_itself(self, chunk_id: bytes, raw: memoryview) -> None:
         """A chunk that later ones may be coded against: with a shadow, keep a copy of it."""
@@ -214,14 +238,3 @@ class Encoder:
         if self._pool is not None:
             self._pool.shutdown()
             self._pool = None
-
-
-def _encode(work: _Work) -> tuple[Outcome, memoryview | None]:
-    """The outcome, and the reference if it was decoded here."""
-    reference, decoded = work.reference, None
-    if isinstance(reference, Stored):
-        try:
-            reference = decoded = reference.decode()
-        except CorruptionError:
-            reference = None  # found by verify; what is written now does not depend on it
-    return coding_policy.encode(work.plan, work.raw, reference, work.id), decoded

@@ -4,34 +4,38 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
+
+_STEP_SECONDS = 0.05
 
 
 class IdleCores:
-    """Cores that were idle lately, together with those this process used itself.
+    """Cores that were idle lately, together with those that the writer used itself.
 
-    Looks at ``/proc/stat`` at most every 50 ms; where there is none, says 1. Used by one thread.
+    `own` gives the processor time that the writer has used. Looks at ``/proc/stat`` at most every
+    50 ms; where there is none, says 1. Used by one thread.
     """
 
-    def __init__(self, most: int = 4) -> None:
+    def __init__(self, most: int, own: Callable[[], float]) -> None:
         self._most = max(1, min(most, len(os.sched_getaffinity(0))))
-        self._seen: tuple[float, float, float] | None = None
+        self._own = own
+        self._seen = (time.monotonic(), _idle_seconds(), own())
         self._cores = 1
 
     def count(self) -> int:
-        """Threads worth running now: 1 on a busy machine, at most `most`."""
+        """Processes worth running now: 1 on a busy machine, at most `most`."""
         if self._most == 1:
             return 1
         now = time.monotonic()
-        if self._seen is not None and now - self._seen[0] < 0.05:
+        before, idle_before, own_before = self._seen
+        if now - before < _STEP_SECONDS:
             return self._cores
-        idle = _idle_seconds()
-        if idle is None:
+        idle, own = _idle_seconds(), self._own()
+        self._seen = now, idle, own
+        if idle is None or idle_before is None:
             return 1
-        seen, self._seen = self._seen, (now, idle, time.process_time())
-        if seen is not None:
-            wall = now - seen[0]
-            free = (idle - seen[1] + self._seen[2] - seen[2]) / wall
-            self._cores = max(1, min(self._most, round(free)))
+        free = (idle - idle_before + own - own_before) / (now - before)
+        self._cores = max(1, min(self._most, round(free)))
         return self._cores
 
 

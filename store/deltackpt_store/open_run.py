@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Callable
 from threading import Event
 
+from deltackpt_store.encode_crew import Crew
 from deltackpt_store.errors import DeltackptError, NotFoundError
 from deltackpt_store.fileio import FileIO, make_directory
 from deltackpt_store.leases import Lease
@@ -30,8 +31,11 @@ def open_session(
     send: Callable[[ToTrainer], None],
     gone: Event,
     io: FileIO | None = None,
+    crew: Crew | None = None,
 ) -> RunWriter:
     """Open (or create) the store, lock the run, and tell the trainer that it may save.
+
+    `crew`, which stays the caller's, helps with encoding.
 
     Waits up to ``options.lock_timeout`` for an earlier writer of the run, or until `gone` is set.
     Raises what keeps the run from being written: `NotFoundError`, `UnsupportedFormatError`,
@@ -56,7 +60,8 @@ def open_session(
         lease = Lease.take(store.io, store.path, secrets.token_hex(8))
         make_reserve(store.io, store.path)
         index = open_index(store)
-        session = RunWriter(store, hello, ring, index=index, lock=lock, lease=lease, send=send)
+        session = RunWriter(store, hello, ring, index=index, lock=lock, lease=lease, send=send,
+                            crew=crew)  # fmt: skip
     except BaseException:
         if lease is not None:
             lease.release()

@@ -5,6 +5,7 @@ Read from the pack (the page cache, as a rule) and decoded, or kept in memory wi
 
 from __future__ import annotations
 
+import os
 from collections import OrderedDict
 from typing import NamedTuple
 
@@ -13,36 +14,50 @@ from blake3 import blake3
 from deltackpt_store import codecs
 from deltackpt_store.confirm import Confirmer
 from deltackpt_store.errors import CorruptionError, DeltackptError
-from deltackpt_store.pack import Location, RecordHead
+from deltackpt_store.open_packs import OpenPacks
+from deltackpt_store.pack import Location
 
 CACHE_BYTES = 32 * 1024 * 1024
 _MAX_PROVED = 1 << 18
 
 
-class Stored(NamedTuple):
-    """A reference as it lies in its pack, still to be decoded.
+class Reference(NamedTuple):
+    """A chunk to code another against.
 
-    `proved`: the same payload (by its hash, which has been checked) had the id when it was decoded
-    before.
+    `proved` is the hash of a payload that had the id when it was decoded before, `kept` the chunk
+    where it is in memory.
     """
 
     id: bytes
-    head: RecordHead
-    payload: memoryview
-    proved: bool = False
+    location: Location
+    proved: int | None = None
+    kept: memoryview | None = None
 
-    def decode(self) -> memoryview:
-        """The chunk, proved by its id now or before (CorruptionError). May run in any thread."""
-        if self.head.codec == codecs.RAW and len(self.payload) == self.head.raw:
-            chunk = self.payload
-        else:
-            chunk = memoryview(bytearray(self.head.raw))
-            codecs.decode(self.head.codec, self.head.params, self.payload, chunk)
-        if not self.proved and blake3(chunk).digest() != self.id:
-            raise CorruptionError(
-                f"chunk {self.id.hex()} does not have that id any more", kind="damaged-chunk"
-            )
-        return chunk
+
+class Read(NamedTuple):
+    """A reference as it was read: the chunk, and the hash of the payload that it was decoded from,
+    None when it was kept in memory."""
+
+    chunk: memoryview
+    payload_hash: int | None
+
+
+def read_reference(packs: OpenPacks, reference: Reference) -> Read:
+    """The chunk, proved by its id now or before (OSError, CorruptionError)."""
+    if reference.kept is not None:
+        return Read(reference.kept, None)
+    head, payload = packs.record(reference.id, reference.location)
+    if head.codec == codecs.RAW and len(payload) == head.raw:
+        chunk = payload
+    else:
+        chunk = memoryview(bytearray(head.raw))
+        codecs.decode(head.codec, head.params, payload, chunk)
+    # The payload has its hash, so what it was decoded to before is what it is decoded to now.
+    if reference.proved != head.payload_hash and blake3(chunk).digest() != reference.id:
+        raise CorruptionError(
+            f"chunk {reference.id.hex()} does not have that id any more", kind="damaged-chunk"
+        )
+    return Read(chunk, head.payload_hash)
 
 
 class References:
@@ -60,34 +75,44 @@ class References:
         self._proved: dict[bytes, int] = {}  # chunk id -> hash of the payload that has it
         self.budget = budget
         """Bytes of chunks kept in memory, the ones used last."""
-        self.read_bytes = 0
-        """Payload bytes read from packs so far."""
+
+    @property
+    def root(self) -> bytes:
+        """Path of the store."""
+        return os.fsencode(self._confirmer.packs.root)
+
+    @property
+    def era(self) -> int:
+        """As that of `Confirmer`."""
+        return self._confirmer.era
 
     def locate(self, chunk_id: bytes) -> Location | None:
         """Where a usable reference lies, confirmed; None when there is none of this id."""
         location = self._confirmer.find(chunk_id)
         return location if location is not None and not location.refs else None
 
-    def get(self, chunk_id: bytes, location: Location) -> Stored | memoryview | None:
-        """The chunk or its record; None when it cannot be read."""
+    def reference(self, chunk_id: bytes, location: Location) -> Reference:
+        """What is known of the chunk, which `locate` found; nothing is read."""
         kept = self._kept.get(chunk_id)
         if kept is not None:
             self._kept.move_to_end(chunk_id)
-            return kept
-        try:
-            head, payload = self._confirmer.record(chunk_id, location)
-        except (OSError, DeltackptError):
-            self._confirmer.forget(chunk_id)
-            return None
-        self.read_bytes += len(payload)
-        proved = self._proved.get(chunk_id) == head.payload_hash
-        return Stored(chunk_id, head, payload, proved)
+        return Reference(chunk_id, location, self._proved.get(chunk_id), kept)
 
-    def prove(self, stored: Stored) -> None:
-        """Remember that a record has been decoded and had its id."""
+    def read(self, reference: Reference) -> Read | None:
+        """The chunk; None when it cannot be read, or is not what it was."""
+        try:
+            return read_reference(self._confirmer.packs, reference)
+        except (OSError, DeltackptError):
+            self._confirmer.forget(reference.id)
+            return None
+
+    def learn(self, reference: Reference, payload_hash: int, chunk: memoryview | None) -> None:
+        """The reference has been decoded from a payload of that hash, to `chunk` if it is here."""
         if len(self._proved) >= _MAX_PROVED:
             self._proved.clear()
-        self._proved[stored.id] = stored.head.payload_hash
+        self._proved[reference.id] = payload_hash
+        if chunk is not None:
+            self.keep(reference.id, chunk, copy=False)
 
     def keep(self, chunk_id: bytes, chunk: memoryview, *, copy: bool) -> None:
         """Remember a chunk within the budget; `copy` it when its memory will be written again."""

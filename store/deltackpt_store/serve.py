@@ -1,8 +1,9 @@
 """The writer's loop: read messages, feed the run's session, end with the trainer.
 
 One thread receives, so that the trainer never waits for a busy writer to read; the caller's
-thread does the work. The end of the channel (the trainer closed it, or died) ends the loop after
-all messages that arrived whole have been handled.
+thread does the work, with helper processes where the writer is a process itself. The end of the
+channel (the trainer closed it, or died) ends the loop after all messages that arrived whole have
+been handled.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import time
 from collections.abc import Callable
 
 from deltackpt_store import protocol
+from deltackpt_store.encode_crew import Crew
 from deltackpt_store.errors import DeltackptError, WriterError
 from deltackpt_store.fileio import FileIO
 from deltackpt_store.open_run import open_session
@@ -31,7 +33,10 @@ ATTEND_SECONDS = 1.0
 
 
 class Mailbox:
-    """Both directions of the channel as the session sees them."""
+    """Both directions of the channel as the session sees them.
+
+    A thread of its own receives, from `start` on.
+    """
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
@@ -41,6 +46,18 @@ class Mailbox:
         """Set when the trainer is gone: nothing that is sent will be read any more."""
         self.begun = 0
         """Saves whose beginning has arrived."""
+        self._thread: threading.Thread | None = None
+
+    def first(self) -> ToWriter | None:
+        """The first message, received here; None at the end. Raises `WriterError`."""
+        try:
+            return self._channel.receive_as_writer()
+        except OSError as error:
+            _log.warning("the control channel failed: %s", error)
+            return None
+
+    def start(self) -> None:
+        """Receive all further messages, so that the trainer never waits for that."""
         self._thread = threading.Thread(target=self._receive, name="deltackpt-inbox", daemon=True)
         self._thread.start()
 
@@ -76,7 +93,8 @@ class Mailbox:
         """End the connection and the receiving thread."""
         self.gone.set()
         self._channel.shutdown()
-        self._thread.join()
+        if self._thread is not None:
+            self._thread.join()
         self._channel.close()
 
     def _receive(self) -> None:
@@ -114,19 +132,21 @@ def serve(
     attach: Callable[[int, int], Ring],
     *,
     io: FileIO | None = None,
-    forward_log: bool = False,
+    own_process: bool = False,
 ) -> None:
     """Serve one trainer until its channel ends; owns `channel`.
 
     `attach(slots, slot_bytes)` gives the ring, which stays the caller's. `io` is the file layer of
-    the store. `forward_log` sends warnings to the trainer's log. Raises only for broken protocol
-    and programming errors: what the store refuses is told to the trainer.
+    the store. A process that does nothing else (`own_process`, without another thread) sends
+    warnings to the trainer's log and gets helpers for encoding. Raises only for broken protocol and
+    programming errors: what the store refuses is told to the trainer.
     """
     mailbox = Mailbox(channel)
-    if forward_log:
+    crew = Crew()
+    if own_process:
         logging.getLogger("deltackpt").addHandler(_NoticeHandler(mailbox.send))
     try:
-        hello = mailbox.get()
+        hello = mailbox.first()
         if hello is None:
             return
         if not isinstance(hello, Hello) or hello.protocol != protocol.PROTOCOL:
@@ -136,7 +156,12 @@ def serve(
             )  # fmt: skip
         try:
             ring = attach(hello.slots, hello.slot_bytes)
-            session = open_session(hello, ring, send=mailbox.send, gone=mailbox.gone, io=io)
+            if own_process and hello.options.codec != "none":
+                crew = Crew.hire(ring)  # a fork: only as long as there is one thread
+            mailbox.start()
+            session = open_session(
+                hello, ring, send=mailbox.send, gone=mailbox.gone, io=io, crew=crew
+            )
         except (DeltackptError, OSError) as error:
             mailbox.send(protocol.Refused(protocol.wire_error(error)))
             return
@@ -145,6 +170,7 @@ def serve(
         finally:
             session.close()
     finally:
+        crew.close()
         mailbox.close()
 
 
@@ -170,7 +196,7 @@ def serve_process(*, control_fd: int, ring_fd: int, parent: int) -> None:
     """Serve the process `parent`, whose death counts as the end of the channel."""
     sock = socket.socket(fileno=control_fd)
     channel = Channel(sock, watch=_death_of(parent))
-    serve(channel, lambda slots, size: Ring.attach(ring_fd, slots, size), forward_log=True)
+    serve(channel, lambda slots, size: Ring.attach(ring_fd, slots, size), own_process=True)
 
 
 def _death_of(parent: int) -> int | None:

@@ -19,6 +19,7 @@ import msgspec
 import xxhash
 
 from deltackpt_store import protocol
+from deltackpt_store.encode_crew import Crew
 from deltackpt_store.errors import (
     CorruptionError,
     DeltackptError,
@@ -62,6 +63,7 @@ class RunWriter:
         lock: RunLock,
         lease: Lease | None,
         send: Callable[[ToTrainer], None],
+        crew: Crew | None = None,
     ) -> None:
         """Owns `index`, `lock` and `lease` once it is made."""
         self._store = store
@@ -73,7 +75,7 @@ class RunWriter:
         self._send = send
         self._writer = StoreWriter(
             store, codec=hello.options.codec, index=index, pack_bytes=hello.options.pack_bytes,
-            shadow=0 if hello.options.shadow else None, lease=lease,
+            shadow=0 if hello.options.shadow else None, lease=lease, crew=crew,
         )  # fmt: skip
         self._writer.claim = self._claim
         self._writer.heeded = self._heeded

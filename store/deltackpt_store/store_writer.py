@@ -13,10 +13,10 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 
 import msgspec
-from blake3 import blake3
 
 from deltackpt_store import codecs
 from deltackpt_store.confirm import Confirmer
+from deltackpt_store.encode_crew import Crew
 from deltackpt_store.encoder import Chunk as Chunk
 from deltackpt_store.encoder import Encoder
 from deltackpt_store.errors import (
@@ -61,11 +61,11 @@ PACK_BYTES = 64 * 1024 * 1024
 class StoreWriter:
     """Appends to a store. One per process, used by one thread; refuses to work after a fork.
 
-    A background thread writes packs while the caller goes on, and up to four threads encode, as
-    many as there are idle cores. Beside the caller's own buffers it holds about three times
-    `BATCH_BYTES` of encoded blobs, the references of the chunks put together, a cache of references
-    and 200 bytes per unflushed blob. With `shadow`, that many bytes of the chunks stored without
-    references are kept in memory, to code later ones against without reading.
+    A background thread writes packs while the caller goes on; a `crew`, which stays the caller's,
+    helps with encoding when cores are idle. Beside the caller's own buffers it holds about three
+    times `BATCH_BYTES` of encoded blobs, a cache of references and 200 bytes per unflushed blob.
+    With `shadow`, that many bytes of the chunks stored without references are kept in memory, to
+    code later ones against without reading.
 
     Failure. When storing a pack fails (`put` or `flush` raises StorageError), blobs put since the
     last `flush` are lost, their temporary files are removed and never synced again, and every
@@ -92,6 +92,7 @@ class StoreWriter:
         verify_dedup: bool = False,
         shadow: int | None = None,
         lease: Lease | None = None,
+        crew: Crew | None = None,
     ) -> None:
         codecs.check_mode(codec)
         if pack_bytes < 1:
@@ -104,7 +105,7 @@ class StoreWriter:
         index = MemoryIndex() if index is None else index
         self._confirmer = Confirmer(self._io, self._root, index)
         self._holdings = Holdings(index, self._confirmer, verify=verify_dedup)
-        self.encoder = Encoder(codec, self._confirmer, shadow=shadow)
+        self.encoder = Encoder(codec, self._confirmer, shadow=shadow, crew=crew)
         self._output = PackOutput(self._io, self._root, self._uuid, self.writer, pack_bytes)
         self._pid = os.getpid()
         self._closed = False
@@ -194,7 +195,7 @@ class StoreWriter:
         if not self._heeding:
             self.heed()
         views = [_flat(chunk.raw) for chunk in chunks]
-        ids = self.encoder.map(_digest, views, sum(map(len, views)))
+        ids = self.encoder.ids(views)
         puts: list[Put | None] = []
         fresh: dict[bytes, tuple[Chunk, memoryview]] = {}
         for chunk, chunk_id, view in zip(chunks, ids, views, strict=True):
@@ -439,10 +440,6 @@ class StoreWriter:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-
-def _digest(view: memoryview) -> bytes:
-    return blake3(view).digest()
 
 
 def _flat(raw: Buffer) -> memoryview:

@@ -18,7 +18,7 @@ import msgspec
 import pytest
 import xxhash
 from blake3 import blake3
-from deltackpt_store import confirm, store_writer
+from deltackpt_store import open_packs, store_writer
 from deltackpt_store import pack as pk
 from deltackpt_store.codecs import PLANES, RAW, Encoded
 from deltackpt_store.errors import (
@@ -360,13 +360,13 @@ def test_a_hit_is_confirmed_once(store: Store, monkeypatch: pytest.MonkeyPatch) 
         writer.put(raw)
         writer.flush()
     calls: list[int] = []
-    read_head = confirm.read_record_head
+    read_head = open_packs.read_record_head
 
     def counted(io: FileIO, handle: int, offset: int, path: str = "") -> pk.RecordHead:
         calls.append(offset)
         return read_head(io, handle, offset, path)
 
-    monkeypatch.setattr(confirm, "read_record_head", counted)
+    monkeypatch.setattr(open_packs, "read_record_head", counted)
     with StoreWriter(store, index=reopen(store).index()) as writer:
         for _ in range(5):
             assert writer.put(raw).written == 0

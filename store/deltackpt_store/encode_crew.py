@@ -1,0 +1,266 @@
+"""Helper processes of the writer, for encoding on several cores: Python runs on one at a time.
+
+They are forked off before the writer has threads, locks or files of a store, and share with it the
+ring, from which they read, and an arena each, into which they put what they have made. What they
+are given are pure functions of bytes (see `encode_helper`): when one of them dies or hangs, the
+writer does its share, and goes on without it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import mmap
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+import numpy as np
+
+from deltackpt_store import encode_helper
+from deltackpt_store.encode_helper import MESSAGE_BYTES, Failed, Job, Piece, Reply
+from deltackpt_store.ring import Ring
+
+_R_co = TypeVar("_R_co", covariant=True)
+_R = TypeVar("_R")
+
+_log = logging.getLogger("deltackpt.writer")
+
+MOST_CORES = 4
+
+PATIENCE_SECONDS = 10.0
+"""A helper that has jobs and says nothing for so long is given up; a job takes a millisecond."""
+
+_AHEAD = 2  # jobs that a helper has at a time, so that it need not wait for the next
+_END_SECONDS = 1.0
+
+
+class Task(Protocol[_R_co]):
+    """Something that can be done here, and perhaps by a helper, with the same result."""
+
+    def job(self, crew: Crew) -> Job | None:
+        """What to ask a helper for; None when only this process can do it."""
+        ...
+
+    def here(self) -> _R_co:
+        """Do it in this process."""
+        ...
+
+    def done(self, reply: Any, payload: memoryview) -> _R_co:
+        """The result from a helper's reply to `job`; `payload` is only lent, and longer."""
+        ...
+
+
+class _Helper:
+    """One helper as the writer sees it."""
+
+    def __init__(self, pid: int, sock: socket.socket, arena: memoryview, area: int) -> None:
+        self.pid = pid
+        self.sock = sock
+        self.jobs: deque[tuple[int, int]] = deque()  # round and task of each that it has now
+        self.cpu_seconds = 0.0
+        self._areas = deque(arena[at : at + area] for at in range(0, len(arena), area))
+
+    def give(self, message: bytes, which: tuple[int, int]) -> None:
+        self.sock.send(message, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+        self.jobs.append(which)
+
+    def reply(self) -> tuple[tuple[int, int], Reply, memoryview] | None:
+        """The next reply, to which task, and its payload; None when there is none yet.
+
+        Raises OSError and msgspec's errors when there will be no more.
+        """
+        try:
+            data = self.sock.recv(MESSAGE_BYTES, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return None
+        if not data:
+            raise ConnectionError("it has ended")
+        reply = encode_helper.decode_reply(data)
+        self.cpu_seconds = reply.cpu_seconds
+        area = self._areas[0]
+        self._areas.rotate(-1)
+        return self.jobs.popleft(), reply, area
+
+    def kill(self) -> None:
+        self.sock.close()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+
+
+class Crew:
+    """The helpers of one writer process. Used by one thread."""
+
+    def __init__(self) -> None:
+        """A crew of none: see `hire`."""
+        self._helpers: list[_Helper] = []
+        self._gone: list[int] = []  # killed, perhaps not reaped yet
+        self._round = 0
+        self._cpu_seconds = 0.0  # of those that are gone
+        self._ring_at = self._ring_bytes = 0
+
+    @classmethod
+    def hire(cls, ring: Ring, count: int | None = None) -> Crew:
+        """Fork `count` helpers: by default one for each further core, three at most.
+
+        The process must have no thread yet but the caller's. Fewer are made, or none, where the
+        system gives no more or cannot do it.
+        """
+        crew = cls()
+        crew._ring_at = _address(ring.view(0))
+        crew._ring_bytes = ring.slots * ring.slot_bytes
+        if count is None:
+            count = min(MOST_CORES, len(os.sched_getaffinity(0))) - 1
+        if sys.platform != "linux":
+            count = 0
+        try:
+            for _ in range(count):
+                crew._hire_one(ring)
+        except OSError as error:
+            _log.info("only %d processes to help with encoding: %s", len(crew._helpers), error)
+        return crew
+
+    def _hire_one(self, ring: Ring) -> None:
+        area = ring.slot_bytes  # no chunk is larger; it takes memory where it is used
+        arena = memoryview(mmap.mmap(-1, _AHEAD * area))
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        writer = os.getpid()
+        with theirs:
+            try:
+                pid = os.fork()
+            except OSError:
+                ours.close()
+                raise
+            if pid == 0:
+                encode_helper.run(theirs, ring, arena, area, writer)
+        self._helpers.append(_Helper(pid, ours, arena, area))
+
+    def __len__(self) -> int:
+        return len(self._helpers)
+
+    @property
+    def cpu_seconds(self) -> float:
+        """Processor time that the helpers have used so far."""
+        return self._cpu_seconds + sum(helper.cpu_seconds for helper in self._helpers)
+
+    def piece(self, raw: memoryview) -> Piece | None:
+        """Where in the ring the bytes lie; None when they do not."""
+        at = _address(raw) - self._ring_at
+        return (at, len(raw)) if 0 <= at <= self._ring_bytes - len(raw) else None
+
+    def run(self, tasks: Sequence[Task[_R]], helpers: int) -> list[_R]:
+        """Do all tasks, with so many helpers at most, and give the results in order.
+
+        Raises what a task raises here; what goes wrong in a helper is done here instead.
+        """
+        self._round += 1
+        team = self._helpers[:helpers]
+        results: dict[int, _R] = {}
+        shared, own = deque(range(len(tasks))), deque[int]()
+        while len(results) < len(tasks):
+            self._hand_out(team, tasks, shared, own)
+            here = own or shared
+            if here:
+                task = here.popleft()
+                results[task] = tasks[task].here()
+            elif not self._wait(team):
+                self._lose([helper for helper in team if helper.jobs], own, "does not answer")
+            for helper in list(team):
+                self._collect(helper, tasks, results, own)
+            team = [helper for helper in team if helper in self._helpers]
+        return [results[task] for task in range(len(tasks))]
+
+    def _hand_out(
+        self, team: list[_Helper], tasks: Sequence[Task[_R]], shared: deque[int], own: deque[int]
+    ) -> None:
+        """Give helpers the tasks that come last, as long as there are others to do here."""
+        for ahead in range(_AHEAD):
+            for helper in team:
+                while len(shared) > 1 and len(helper.jobs) <= ahead:
+                    if ahead and len(shared) <= len(team) + 1:
+                        return  # near the end nobody is to wait for what another has in store
+                    task = shared.pop()
+                    job = tasks[task].job(self)
+                    if job is None:
+                        own.append(task)
+                        continue
+                    try:
+                        helper.give(encode_helper.encode_message(job), (self._round, task))
+                    except OSError as error:
+                        own.append(task)
+                        self._lose([helper], own, str(error))
+                        break
+
+    def _wait(self, team: list[_Helper]) -> bool:
+        """Until one of them has replied, or has ended; False after `PATIENCE_SECONDS`."""
+        poll = select.poll()
+        for helper in team:
+            if helper.jobs:
+                poll.register(helper.sock, select.POLLIN)
+        return bool(poll.poll(1000 * PATIENCE_SECONDS))
+
+    def _collect(
+        self,
+        helper: _Helper,
+        tasks: Sequence[Task[_R]],
+        results: dict[int, _R],
+        own: deque[int],
+    ) -> None:
+        """Take what the helper has done by now."""
+        try:
+            while helper.jobs and (found := helper.reply()) is not None:
+                (number, task), reply, payload = found
+                if number != self._round:
+                    continue  # of a round that was given up
+                if isinstance(reply, Failed):
+                    _log.debug("not encoded by a helper: %s", reply.why)
+                    own.append(task)
+                else:
+                    results[task] = tasks[task].done(reply, payload)
+        except (OSError, msgspec.MsgspecError) as error:
+            self._lose([helper], own, str(error))
+
+    def _lose(self, lost: list[_Helper], own: deque[int], why: str) -> None:
+        for helper in lost:
+            if helper not in self._helpers:
+                continue
+            self._helpers.remove(helper)
+            self._cpu_seconds += helper.cpu_seconds
+            helper.kill()
+            self._gone.append(helper.pid)
+            own.extend(task for number, task in helper.jobs if number == self._round)
+            helper.jobs.clear()
+            _log.warning(
+                "a process that helps the writer with encoding is given up (%s); %d are left",
+                why, len(self._helpers),
+            )  # fmt: skip
+        self._gone = [pid for pid in self._gone if not _reaped(pid)]
+
+    def close(self) -> None:
+        """End the helpers: what they have in hand is of no use to anyone."""
+        for helper in self._helpers:
+            helper.kill()
+            self._gone.append(helper.pid)
+        self._helpers.clear()
+        deadline = time.monotonic() + _END_SECONDS
+        while self._gone and time.monotonic() < deadline:
+            self._gone = [pid for pid in self._gone if not _reaped(pid)]
+            time.sleep(0.001 if self._gone else 0)
+
+
+def _reaped(pid: int) -> bool:
+    try:
+        return os.waitpid(pid, os.WNOHANG)[0] != 0
+    except ChildProcessError:
+        return True
+
+
+def _address(view: memoryview) -> int:
+    return np.frombuffer(view, np.uint8).__array_interface__["data"][0]

@@ -1,0 +1,190 @@
+"""A helper process of the encoder: jobs in, encodings out, for as long as its writer lives.
+
+It does what depends on nothing but the bytes: ids of chunks in the ring, and encodings by a plan.
+It reads references from the store itself and writes nothing but its replies, so that it may be
+killed at any moment, and what it was asked for be done by the writer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import os
+import signal
+import socket
+import time
+from typing import Any, NoReturn
+
+import msgspec
+from blake3 import blake3
+
+from deltackpt_store import codecs, coding_policy
+from deltackpt_store.coding_policy import Plan
+from deltackpt_store.errors import DeltackptError
+from deltackpt_store.fileio import FileIO
+from deltackpt_store.open_packs import OpenPacks
+from deltackpt_store.references import Reference, read_reference
+from deltackpt_store.ring import Ring
+
+MESSAGE_BYTES = 64 * 1024
+"""No message is longer."""
+
+_IDLE_SECONDS = 1.0
+_PR_SET_PDEATHSIG = 1
+
+Piece = tuple[int, int]
+"""Byte of the ring at which a chunk begins, and its length; it lies in one slot."""
+
+
+class Digests(msgspec.Struct, array_like=True, tag=1, frozen=True):
+    """Asks for the ids of chunks."""
+
+    pieces: tuple[Piece, ...]
+
+
+class Encode(msgspec.Struct, array_like=True, tag=2, frozen=True):
+    """Asks for a chunk's encoding by `plan`. `root` is the store, `era` that of the `Confirmer`."""
+
+    piece: Piece
+    plan: Plan
+    root: bytes
+    era: int
+    reference: Reference | None
+
+
+class Ids(msgspec.Struct, array_like=True, tag=1, frozen=True):
+    """Chunk ids, one after the other."""
+
+    ids: bytes
+    cpu_seconds: float
+
+
+class Encoding(msgspec.Struct, array_like=True, tag=2, frozen=True):
+    """An `Outcome`, its payload of `size` bytes being in the arena, and the reference's hash."""
+
+    codec: int
+    params: bytes
+    refs: tuple[bytes, ...]
+    size: int
+    tried: tuple[tuple[int, int, int], ...]
+    seconds: float
+    payload_hash: int | None
+    cpu_seconds: float
+
+
+class Failed(msgspec.Struct, array_like=True, tag=3, frozen=True):
+    """The job could not be done here."""
+
+    why: str
+    cpu_seconds: float
+
+
+Job = Digests | Encode
+Reply = Ids | Encoding | Failed
+
+encode_message = msgspec.msgpack.Encoder().encode
+decode_reply = msgspec.msgpack.Decoder(Reply).decode
+_decode_job = msgspec.msgpack.Decoder(Job).decode
+
+
+class Helper:
+    """Does the jobs that arrive at `sock`, in order. Payloads go to the areas of `arena` in turn.
+
+    It sees the ring of the writer, whose chunks stay as they are until it has replied.
+    """
+
+    def __init__(self, sock: socket.socket, ring: Ring, arena: memoryview, area: int) -> None:
+        self._sock = sock
+        self._ring = ring
+        self._areas = [arena[at : at + area] for at in range(0, len(arena), area)]
+        self._jobs = 0
+        self._packs: OpenPacks | None = None
+        self._era = 0
+
+    def serve(self) -> None:
+        """Until the writer is gone."""
+        while True:
+            try:
+                message = self._sock.recv(MESSAGE_BYTES)
+            except TimeoutError:
+                self._close_packs()  # what is deleted meanwhile is not to be kept from being so
+                continue
+            if not message:
+                return
+            self._sock.send(encode_message(self._reply(message)))
+
+    def _reply(self, message: bytes) -> Reply:
+        area = self._areas[self._jobs % len(self._areas)]
+        self._jobs += 1
+        try:
+            job = _decode_job(message)
+            return self._ids(job) if isinstance(job, Digests) else self._encode(job, area)
+        except (DeltackptError, OSError, ValueError, MemoryError) as error:
+            return Failed(f"{type(error).__name__}: {error}", time.process_time())
+
+    def _chunk(self, piece: Piece) -> memoryview:
+        slot, at = divmod(piece[0], self._ring.slot_bytes)
+        return self._ring.view(slot)[at : at + piece[1]]
+
+    def _ids(self, job: Digests) -> Ids:
+        ids = b"".join(blake3(self._chunk(piece)).digest() for piece in job.pieces)
+        return Ids(ids, time.process_time())
+
+    def _encode(self, job: Encode, area: memoryview) -> Encoding:
+        raw = self._chunk(job.piece)
+        chunk = payload_hash = None
+        ref = b""
+        if job.reference is not None:
+            ref = job.reference.id
+            chunk, payload_hash = read_reference(self._open_packs(job), job.reference)
+        best, tried, seconds = coding_policy.encode(job.plan, raw, chunk, ref)
+        size = 0
+        if best.codec != codecs.RAW:
+            for part in best.payload:
+                area[size : size + len(part)] = part
+                size += len(part)
+        return Encoding(best.codec, best.params, best.refs, size, tried, seconds, payload_hash,
+                        time.process_time())  # fmt: skip
+
+    def _open_packs(self, job: Encode) -> OpenPacks:
+        root = os.fsdecode(job.root)
+        if self._packs is None or (self._era, self._packs.root) != (job.era, root):
+            self._close_packs()
+            self._packs, self._era = OpenPacks(FileIO(), root), job.era
+            self._sock.settimeout(_IDLE_SECONDS)
+        return self._packs
+
+    def _close_packs(self) -> None:
+        if self._packs is not None:
+            self._packs.close()
+            self._packs = None
+        self._sock.settimeout(None)
+
+
+def run(sock: socket.socket, ring: Ring, arena: memoryview, area: int, writer: int) -> NoReturn:
+    """Be a helper of the process `writer`, in the child of a fork; does not return."""
+    try:
+        _set_up(sock.fileno(), writer)
+        if os.getppid() == writer:
+            Helper(sock, ring, arena, area).serve()
+    except BaseException:
+        os._exit(1)  # the writer sees it, and nobody else is to
+    os._exit(0)
+
+
+def _set_up(keep: int, writer: int) -> None:
+    """Keep nothing of what the process has inherited but memory and the descriptor `keep`."""
+    logging.disable()
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for standard in range(3):
+        os.dup2(nothing, standard)
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) > 2 and int(name) != keep:
+            with contextlib.suppress(OSError):
+                os.close(int(name))
+    with contextlib.suppress(OSError), open("/proc/self/comm", "w") as file:
+        file.write("deltackpt-help")
+    with contextlib.suppress(OSError, AttributeError):
+        libc: Any = ctypes.CDLL(None)
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # also while it is stopped
