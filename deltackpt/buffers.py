@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import mmap
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,6 +11,8 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+
+_LARGE_BYTES = 4 << 20
 
 
 class Arrival(Protocol):
@@ -54,6 +58,8 @@ class BufferPool:
                 return idle.pop()
         if landing is not None:
             return landing(nbytes)
+        if device.type == "cpu" and nbytes >= _LARGE_BYTES:
+            return _large(nbytes)
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
     def give(self, buffer: Tensor, *, landed_from: torch.device | None = None) -> None:
@@ -82,3 +88,15 @@ class Lease:
         """Give the buffer back; one that is still being written is left to torch's allocator."""
         if self.arrived is None or self.arrived.query():
             pool.give(self.buffer, landed_from=self.landed_from)
+
+
+def _large(nbytes: int) -> Tensor:
+    """Host memory, of huge pages where there are any: training waits while it is filled first."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    try:
+        room = mmap.mmap(-1, nbytes, flags=flags)
+    except OSError as error:
+        raise MemoryError(f"no memory for a private copy of {nbytes} bytes") from error
+    with contextlib.suppress(AttributeError, OSError):
+        room.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(room, dtype=torch.uint8)

@@ -62,6 +62,10 @@ class Ring(Protocol):
 
     def view(self, slot: int) -> memoryview: ...
 
+    def put(self, slot: int, at: int, data: memoryview) -> None:
+        """Copy into a leased slot; above 64 KiB without the GIL."""
+        ...
+
     def slot(self, save: int, slot: int, records: bytes) -> None:
         """Hand a filled slot to the writer."""
         ...
@@ -204,7 +208,6 @@ class Packer:
     def __init__(self, job: Job, ring: Ring) -> None:
         self._job, self._ring = job, ring
         self._slot: int | None = None
-        self._view = memoryview(b"")
         self._used = 0
         self._records: list[bytes] = []
         self.chunks = 0
@@ -214,16 +217,18 @@ class Packer:
         size = len(data)
         align = _PAGE if size >= GIL_FREE_BYTES else _SMALL_ALIGN
         offset = -(-self._used // align) * align
-        if self._slot is None or offset + size > len(self._view):
+        if self._slot is None or offset + size > self._ring.slot_bytes:
             self.flush()
             self._slot = self._ring.acquire_slot(self._job.deadline - time.monotonic())
-            self._view = self._ring.view(self._slot)
             offset = 0
-        copy_bytes(self._view[offset : offset + size], data)
+        self.copy(self._slot, offset, data)
         self._records.append(RECORD.pack(extent, chunk, offset, size, digest))
         self._used = offset + size
         self.chunks += 1
         self.nbytes += size
+
+    def copy(self, slot: int, at: int, data: memoryview) -> None:
+        self._ring.put(slot, at, data)
 
     def flush(self) -> None:
         """Send the slot in hand, if there is one."""
@@ -240,7 +245,7 @@ class Packer:
             self._ring.release_slot(slot)
 
     def _forget(self) -> None:
-        self._slot, self._view, self._used = None, memoryview(b""), 0
+        self._slot, self._used = None, 0
         self._records.clear()
 
 

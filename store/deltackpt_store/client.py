@@ -188,6 +188,11 @@ class WriterClient:
         self._check_process()
         return self._ring.view(slot)
 
+    def put(self, slot: int, at: int, data: memoryview) -> None:
+        """Copy `data` to byte `at` of a leased slot: cheaper than by its view, see `Ring.put`."""
+        self._check_process()
+        self._ring.put(slot, at, data)
+
     def release_slot(self, slot: int) -> None:
         """Give a leased slot back unused."""
         self._check_process()

@@ -6,6 +6,9 @@ lowest number first, a run uses (and keeps warm) no more slots than its saves ne
 slot is decided by leases, which the trainer's :class:`SlotPool` keeps: free -> acquired (the
 trainer fills it) -> sent (the writer reads it) -> free again, when every blob in it is durable.
 The memory lives until the last process that maps it ends, so a dead trainer's slots stay readable.
+
+What is copied into memory that no save has used yet is written to the file instead: the kernel then
+fills whole new pages, where a mapping would trap at every page, and clear it before it is filled.
 """
 
 from __future__ import annotations
@@ -16,13 +19,21 @@ import heapq
 import mmap
 import os
 import tempfile
+import threading
 from typing import Any
+
+import numpy as np
 
 from deltackpt_store.descriptors import above_standard
 from deltackpt_store.errors import CorruptionError, InvalidInputError, StateError, StorageError
 
 DEFAULT_SLOT_BYTES = 4 * 1024 * 1024
 MAX_SLOTS = 1 << 20
+GIL_FREE_BYTES = 65536
+"""From here on bytes are copied without the GIL; fewer are cheaper to copy than to hand over."""
+
+_FAULT_AROUND = 65536
+"""How far apart to look at memory so that each page fault maps its neighbours, too."""
 
 
 class Ring:
@@ -37,6 +48,8 @@ class Ring:
         self.slot_bytes = slot_bytes
         self._map = mmap.mmap(fd, slots * slot_bytes, mmap.MAP_SHARED)
         self._view: memoryview | None = memoryview(self._map)
+        self._writing = threading.Lock()  # held while the descriptor is written to, or closed
+        self._used: dict[int, int] = {}  # slot -> how far it has ever been filled by `put`
 
     @classmethod
     def create(cls, ring_bytes: int, slot_bytes: int = DEFAULT_SLOT_BYTES) -> Ring:
@@ -91,9 +104,43 @@ class Ring:
         start = slot * self.slot_bytes
         return self._view[start : start + self.slot_bytes]
 
+    def put(self, slot: int, at: int, data: memoryview) -> None:
+        """Copy `data` to byte `at` of a slot whose lease the caller holds.
+
+        May be called by several threads, each with its own slots. `StorageError` when the system
+        has no memory left.
+        """
+        room = self.view(slot)[at : at + len(data)]
+        if len(data) < GIL_FREE_BYTES:
+            room[:] = data
+            return
+        if at >= self._used.get(slot, 0):
+            self._used[slot] = at + len(data)
+            if self._write(slot * self.slot_bytes + at, data):
+                return
+        room[::_FAULT_AROUND].tobytes()  # of pages that were written to the file and not mapped
+        np.copyto(np.frombuffer(room, np.uint8), np.frombuffer(data, np.uint8))
+
+    def _write(self, at: int, data: memoryview) -> bool:
+        """Write to the file; False when it has been closed."""
+        with self._writing:  # the system lets one thread at a time write to a file, too
+            if self.fd < 0:
+                return False
+            try:
+                while len(data):
+                    done = os.pwrite(self.fd, data, at)
+                    at, data = at + done, data[done:]
+            except OSError as error:
+                raise StorageError(
+                    f"the staging ring gets no more memory: {error}", errno=error.errno,
+                    hint="choose a smaller ring_bytes",
+                ) from error  # fmt: skip
+        return True
+
     def close(self) -> None:
         """Unmap and close. Memory that the caller's views still name goes with the last of them."""
-        self.close_fd()
+        with self._writing:
+            self.close_fd()
         if self._view is not None:
             self._view.release()
             self._view = None

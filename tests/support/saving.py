@@ -15,10 +15,10 @@ from deltackpt_store.fileio import FileIO
 from deltackpt_store.store import Store
 from torch import nn
 
-import deltackpt.stage as stage_module
 from deltackpt import events
 from deltackpt.checkpointer import Checkpointer
 from deltackpt.load import load
+from deltackpt.stage import Packer
 
 
 def saved(path: Path | str, step: int | None = None, run: str = "main") -> dict[str, Any]:
@@ -166,11 +166,11 @@ def gate_disk(monkeypatch: pytest.MonkeyPatch) -> Gate:
 
 def gate_staging(monkeypatch: pytest.MonkeyPatch) -> Gate:
     """A gate between the hash of a chunk and its copy."""
-    gate, real = Gate(), stage_module.copy_bytes
+    gate, real = Gate(), Packer.copy
 
-    def copy(target: memoryview, source: memoryview) -> None:
+    def copy(self: Packer, slot: int, at: int, data: memoryview) -> None:
         gate.pass_through()
-        real(target, source)
+        real(self, slot, at, data)
 
-    monkeypatch.setattr(stage_module, "copy_bytes", copy)
+    monkeypatch.setattr(Packer, "copy", copy)
     return gate

@@ -14,7 +14,7 @@ from deltackpt_store.protocol import unpack_records
 
 from deltackpt.detect import ChangeTable
 from deltackpt.extents import Source
-from deltackpt.stage import HostStager, Job, Staging, versions_of
+from deltackpt.stage import HostStager, Job, Staging, copy_bytes, versions_of
 
 SEED = 0x5EED
 
@@ -48,6 +48,9 @@ class MemoryRing:
 
     def view(self, slot: int) -> memoryview:
         return memoryview(self.slots[slot])
+
+    def put(self, slot: int, at: int, data: memoryview) -> None:
+        copy_bytes(memoryview(self.slots[slot])[at : at + len(data)], data)
 
     def slot(self, save: int, slot: int, records: bytes) -> None:
         data = self.slots[slot]

@@ -43,6 +43,7 @@ from deltackpt import events
 from deltackpt.checkpointer import Checkpointer
 from deltackpt.pipeline import SavePipeline
 from deltackpt.policy import Keep
+from deltackpt.stage import Packer
 
 
 @pytest.fixture
@@ -273,14 +274,14 @@ def test_bytes_that_change_between_hash_and_copy_are_never_committed(
     training.step()
     ckpt.save(0).result(60)
     training.step()
-    real, first = stage_module.copy_bytes, iter([True])
+    real, first = Packer.copy, iter([True])
 
-    def late(target: memoryview, source: memoryview) -> None:
+    def late(self: Packer, slot: int, at: int, data: memoryview) -> None:
         if next(first, False):
             training.model[0].weight.data.add_(1)
-        real(target, source)
+        real(self, slot, at, data)
 
-    monkeypatch.setattr(stage_module, "copy_bytes", late)
+    monkeypatch.setattr(Packer, "copy", late)
     with pytest.raises(CorruptionError) as caught:
         ckpt.save(1).result(60)
     assert caught.value.kind == "torn"
@@ -428,7 +429,7 @@ def _full(*args: Any, **kwargs: Any) -> Any:
 
 FAULTS: dict[str, tuple[Any, str, Any, type[DeltackptError]]] = {
     "hash": (stage_module, "change_hash", _raises, DeltackptError),
-    "copy": (stage_module, "copy_bytes", _raises, DeltackptError),
+    "copy": (Packer, "copy", _raises, DeltackptError),
     "plan": (detect_module, "plan_units", _raises, DeltackptError),
     "disk write": (FileIO, "write", _full, StorageError),
     "disk sync": (FileIO, "sync", _full, StorageError),

@@ -13,6 +13,7 @@ import pytest
 import torch
 import xxhash
 from deltackpt_store.manifest import ExtentSpec, Layout
+from deltackpt_store.ring import Ring
 from staging_ring import Tensors
 
 from deltackpt.detect import (
@@ -162,6 +163,14 @@ def test_hashing_and_copying_chunks_let_training_go_on() -> None:
     target = memoryview(bytearray(CHUNK_BYTES))
     assert progress_without_the_interpreter(lambda: change_hash(source, 1))
     assert progress_without_the_interpreter(lambda: copy_bytes(target, source))
+    with Ring.create(CHUNK_BYTES, CHUNK_BYTES) as ring:
+
+        def put_into_new_memory() -> None:
+            ring._used.clear()
+            ring.put(0, 0, source)
+
+        assert progress_without_the_interpreter(put_into_new_memory)
+        assert progress_without_the_interpreter(lambda: ring.put(0, 0, source))
 
 
 @pytest.mark.parametrize("size", [1, 63, 65535, 65536, 65537, 1 << 20])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from deltackpt_store.errors import CorruptionError, UnsupportedFormatError
 from deltackpt_store.manifest import TensorView
 from torch import Tensor, nn
 
-from deltackpt import extents
+from deltackpt import buffers, extents
 from deltackpt.buffers import BufferPool
 
 
@@ -341,6 +342,32 @@ def test_rebuild_inside_a_larger_buffer() -> None:
     assert torch.equal(extents.rebuild(view(), inside), torch.arange(6.0).reshape(2, 3))
     with pytest.raises(UnsupportedFormatError):
         extents.rebuild(view(dtype="float2"), inside)
+
+
+def test_large_pool_buffers_are_memory_of_their_own() -> None:
+    """Prevents: huge pages that are shared, or unmapped while a tensor still looks at them."""
+    cpu, size = torch.device("cpu"), (5 << 20) + 3
+    pool = BufferPool()
+    one, other = pool.take(cpu, size), pool.take(cpu, size)
+    assert len(one) == len(other) == size
+    one.fill_(1)
+    other.fill_(2)
+    part = one[size - 100 :]
+    pool.give(one)
+    pool.clear()
+    del one, pool
+    gc.collect()
+    assert (part == 1).all()
+    assert (other == 2).all()
+
+
+def test_no_memory_for_a_large_buffer_says_how_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(buffers.mmap, "mmap", refuse)
+    with pytest.raises(MemoryError, match="8388608"):
+        BufferPool().take(torch.device("cpu"), 8 << 20)
 
 
 def test_pool_buffers_are_reused_and_bounded() -> None:

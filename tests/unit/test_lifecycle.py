@@ -219,19 +219,19 @@ def test_a_save_that_is_not_even_staged_when_the_script_ends_is_finished(
     # case 61
     body = """
     import atexit, time
-    import deltackpt.stage as stage
-    gate, real = threading.Event(), stage.copy_bytes
+    from deltackpt.stage import Packer
+    gate, real = threading.Event(), Packer.copy
 
-    def late(target, source):
+    def late(self, slot, at, data):
         gate.wait(60)
         time.sleep(0.2)  # much slower than an exit that does not wait
-        real(target, source)
+        real(self, slot, at, data)
 
     ckpt = Checkpointer(path, {"model": model, "optimizer": optimizer}, writer=writer)
     train()
     ckpt.save(1).result(60)
     train()
-    stage.copy_bytes = late
+    Packer.copy = late
     save = ckpt.save(2)
     atexit.register(gate.set)  # runs before the exit hooks of what was imported earlier
     """

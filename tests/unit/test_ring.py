@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import fcntl
 import os
+import resource
+import threading
 
+import numpy as np
 import pytest
 from deltackpt_store.errors import CorruptionError, InvalidInputError, StateError, StorageError
 from deltackpt_store.ring import Ring, SlotPool
@@ -97,6 +100,97 @@ def test_views_outlive_close() -> None:
     with pytest.raises(StateError):
         ring.view(0)
     ring.close()
+
+
+def content(size: int, seed: int = 0) -> bytes:
+    return np.random.default_rng([size, seed]).bytes(size)
+
+
+@pytest.mark.parametrize("size", [1, 65535, 65536, 65537, SLOT * 4 - 4096])
+def test_what_is_put_is_what_both_sides_see(size: int) -> None:
+    """Prevents: bytes that miss the file, or the part of it that is mapped, when memory is new,
+    when it is used again, and when it is in part new."""
+    with (
+        Ring.create(8 * SLOT, 4 * SLOT) as ours,
+        Ring.attach(os.dup(ours.fd), 2, 4 * SLOT) as other,
+    ):
+        for turn, at in enumerate((0, 0, 4096, 64, 0)):
+            data = content(size, turn)
+            ours.put(1, at, memoryview(data))
+            assert bytes(ours.view(1)[at : at + size]) == data
+            assert bytes(other.view(1)[at : at + size]) == data
+        assert not any(other.view(0))
+        assert not any(other.view(1)[4096 + size :])
+
+
+def test_neighbours_put_into_one_slot_leave_each_other_alone() -> None:
+    with Ring.create(4 * SLOT, 4 * SLOT) as ring:
+        parts = [(0, 100), (128, 70_000), (73_728, 65_536), (139_264, 5), (139_328, 66_000)]
+        for seed in range(3):
+            for at, size in parts:
+                ring.put(0, at, memoryview(content(size, seed)))
+            for at, size in parts:
+                assert bytes(ring.view(0)[at : at + size]) == content(size, seed)
+
+
+def test_filling_new_memory_takes_no_page_faults() -> None:
+    """Prevents: a first save that spends most of its time in the kernel, a page at a time."""
+    data = memoryview(content(4 << 20))
+    with Ring.create(8 << 20, 4 << 20) as ring:
+        pages = len(data) // os.sysconf("SC_PAGE_SIZE")
+        for most in (pages // 8, pages // 2):  # new, then used before: sixteen pages at a time
+            before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+            ring.put(0, 0, data)
+            assert resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before < most
+
+
+def test_a_partly_done_write_is_gone_on_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, at: real(fd, data[:30_000], at))
+    with Ring.create(4 * SLOT, 4 * SLOT) as ring:
+        ring.put(0, 4096, memoryview(content(100_000)))
+        assert bytes(ring.view(0)[4096:104_096]) == content(100_000)
+
+
+def test_memory_that_the_system_does_not_give_is_a_storage_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def full(*args: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with Ring.create(SLOT, SLOT) as ring, pytest.raises(StorageError, match="memory") as caught:
+        ring.put(0, 0, memoryview(bytes(SLOT)))
+    assert caught.value.errno == 28
+
+
+def test_a_descriptor_is_not_closed_while_it_is_written_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prevents: staged bytes written into a file of the user's that has got the same number."""
+    ring = Ring.create(SLOT, SLOT)
+    real, fd = os.pwrite, ring.fd
+    closing = threading.Thread(target=ring.close)
+
+    def slow(to: int, data: memoryview, at: int) -> int:
+        closing.start()
+        closing.join(0.1)
+        assert to == fd
+        os.fstat(to)
+        return real(to, data, at)
+
+    monkeypatch.setattr(os, "pwrite", slow)
+    view = ring.view(0)
+    ring.put(0, 0, memoryview(content(SLOT)))
+    closing.join(60)
+    assert bytes(view) == content(SLOT)
+    with pytest.raises(OSError, match="Bad file"):
+        os.fstat(fd)
+
+
+def test_without_its_descriptor_a_ring_is_filled_by_its_mapping() -> None:
+    with Ring.create(2 * SLOT, SLOT) as ring:
+        ring.close_fd()
+        ring.put(1, 0, memoryview(content(SLOT)))
+        assert bytes(ring.view(1)) == content(SLOT)
 
 
 def test_lowest_slot_first_so_that_warm_memory_is_reused() -> None:

@@ -13,7 +13,7 @@ from staging_ring import SEED, MemoryRing, Tensors, stage
 
 import deltackpt.stage as stage_module
 from deltackpt.detect import HASH_BYTES
-from deltackpt.stage import HostStager
+from deltackpt.stage import HostStager, Packer
 
 
 def bytes_of(tensor: torch.Tensor) -> bytes:
@@ -135,14 +135,14 @@ def test_a_source_that_changes_between_hash_and_copy_does_not_verify(
     """Prevents: committing bytes that are not the bytes whose hash was recorded."""
     # case 52
     tensors, state = random_state()
-    real, numbers = stage_module.copy_bytes, iter(range(1000))
+    real, numbers = Packer.copy, iter(range(1000))
 
-    def late(target: memoryview, source: memoryview) -> None:
+    def late(self: Packer, slot: int, at: int, data: memoryview) -> None:
         if next(numbers) == 2:
             tensors["big"].data.add_(1)  # phase two: after the hash, before the copy
-        real(target, source)
+        real(self, slot, at, data)
 
-    monkeypatch.setattr(stage_module, "copy_bytes", late)
+    monkeypatch.setattr(Packer, "copy", late)
     ring = MemoryRing()
     stage(ring, state, threads=1)
     assert ring.torn  # what the writer does: it hashes the staged bytes again
@@ -152,14 +152,14 @@ def test_a_modified_live_tensor_fails_the_save_by_name(monkeypatch: pytest.Monke
     """Prevents: a checkpoint that mixes the weights of two steps."""
     # case 48
     tensors, state = random_state()
-    real, once = stage_module.copy_bytes, iter([True])
+    real, once = Packer.copy, iter([True])
 
-    def meanwhile(target: memoryview, source: memoryview) -> None:
+    def meanwhile(self: Packer, slot: int, at: int, data: memoryview) -> None:
         if next(once, False):
             tensors["half"].mul_(2)  # another tensor, long before its turn
-        real(target, source)
+        real(self, slot, at, data)
 
-    monkeypatch.setattr(stage_module, "copy_bytes", meanwhile)
+    monkeypatch.setattr(Packer, "copy", meanwhile)
     ring, unlocked = MemoryRing(), list[bool]()
     with pytest.raises(CorruptionError, match="half") as caught:
         stage(ring, state, unlocked=unlocked)
@@ -179,17 +179,9 @@ def test_private_copies_may_change_owner_and_unlock_at_once() -> None:
 def test_live_tensors_are_staged_before_private_ones() -> None:
     tensors, state = random_state()
     state.sources[0] = Tensors({"big": tensors["big"]}, live=False).sources[0]
-    ring = MemoryRing(slots=64)
-    order: list[int] = []
     stager = HostStager(seed=SEED, threads=1)
     unlocked_after: list[int] = []
-
-    class Watch(MemoryRing):
-        def view(self, slot: int) -> memoryview:
-            order.append(slot)
-            return super().view(slot)
-
-    ring = Watch(slot_bytes=65536 * 4)
+    ring = MemoryRing(slot_bytes=65536 * 4)
     stage(ring, state, stager=stager, unlocked=unlocked_after)  # only its length counts
     first_private = next(i for i, (_, records) in enumerate(ring.sent)
                          if any(int.from_bytes(records[at : at + 4], "little") == 0
