@@ -58,9 +58,21 @@ class Outcome(NamedTuple):
 
 RAW_PLAN = Plan((), 1, "lz4", (), 0.0)
 
-_WORTH = {"auto": 0.8, "fast": 0.8, "small": WORTH, "none": 0.0}
-"""By mode, the most an encoding may take of the raw size. Decoding is slower than reading, so
-``auto`` wants a fifth for it: float32 without a reference, which gives a sixth, stays raw."""
+
+class _Worth(NamedTuple):
+    """The most an encoding may take of the raw size: of a base, and of what is saved again."""
+
+    base: float
+    again: float
+
+
+_WORTH = {
+    "auto": _Worth(0.8, 0.9), "fast": _Worth(0.8, 0.8), "small": _Worth(WORTH, WORTH),
+    "none": _Worth(0.0, 0.0),
+}  # fmt: skip
+"""By mode. Decoding is slower than reading, and what later saves are coded against is read most:
+``auto`` wants a fifth for it, so that float32 without a reference, which gives a sixth, stays raw in
+a first save. What changes at every save wants to be small more than to be read quickly."""
 
 
 def encode(plan: Plan, raw: memoryview, reference: memoryview | None, ref: bytes) -> Outcome:
@@ -105,8 +117,8 @@ class _Stream:
     """What is known of one tensor."""
 
     __slots__ = (
-        "cycle", "cycle_saves", "every", "noise", "own", "rebase", "referenced", "save", "share",
-        "since", "stored", "taken",
+        "cycle", "cycle_saves", "every", "noise", "own", "rebase", "referenced", "save", "saves",
+        "share", "since", "stored", "taken",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -115,6 +127,7 @@ class _Stream:
         self.since = 0  # chunks since the last probe
         self.every = _FIRST_PROBES
         self.save = -1
+        self.saves = 0  # in which there were chunks of it
         self.rebase = False
         # the save being made: raw and stored bytes, and raw bytes coded with a reference
         self.taken = self.stored = self.referenced = 0
@@ -127,6 +140,7 @@ class _Stream:
         if save == self.save:
             return
         self.save = save
+        self.saves += 1
         if self.taken:
             share = self.stored / self.taken
             if self.referenced * 2 > self.taken:
@@ -188,6 +202,8 @@ class CodingPolicy:
         known = self._stream(stream)
         if known.rebase:
             reference = False
+        again = reference or (known.saves > 1 and not known.rebase)
+        worth = self._worth.again if again else self._worth.base
         candidates = (PLANES, DELTA, SPARSE) if reference else (PLANES,)
         if width == 8:
             candidates = candidates[:2]  # doubles never repeat sparsely enough to pay for a try
@@ -197,11 +213,11 @@ class CodingPolicy:
         if not self.hurry and (unknown or self.mode == "small" or known.since >= known.every):
             known.since = 0
             noise = (0,) * len(candidates)
-            return Plan(candidates, width, entropy, noise, self._worth, probe=True)
-        best = self._best(known, candidates)
+            return Plan(candidates, width, entropy, noise, worth, probe=True)
+        best = self._best(known, candidates, worth)
         if best == RAW:
             return RAW_PLAN
-        return Plan((best,), width, entropy, (known.noise.get(best, 0),), self._worth)
+        return Plan((best,), width, entropy, (known.noise.get(best, 0),), worth)
 
     def _adopt(self, known: _Stream, stream: str, dtype: str, candidates: tuple[int, ...]) -> None:
         kind = self._kinds.get(_kind(stream, dtype))
@@ -225,7 +241,7 @@ class CodingPolicy:
         if self.mode == "none" or self.hurry >= 2:
             return 0.0
         share = min(self._stream(stream).share.values(), default=1.0)
-        return share if share <= self._worth else WORTH
+        return share if share <= self._worth.again else WORTH
 
     def wants_reference(self, stream: str) -> bool:
         """Whether the next chunk of the tensor may be coded against a reference."""
@@ -238,13 +254,15 @@ class CodingPolicy:
         probing |= DELTA not in known.share  # also of the stream without a name
         return probing or self._best(known, (PLANES, DELTA, SPARSE)) not in (RAW, PLANES)
 
-    def _best(self, known: _Stream, candidates: tuple[int, ...]) -> int:
+    def _best(self, known: _Stream, candidates: tuple[int, ...], worth: float | None = None) -> int:
+        """The candidate that leaves least, or RAW; `worth` as for what is saved again."""
         shares = known.share
         own = shares.get(PLANES, 1.0)
         best = min(candidates, key=lambda c: shares.get(c, 0.5))
         if best != PLANES and own <= shares.get(best, 0.5) * _TIE:
             best = PLANES
-        return best if shares.get(best, 0.5) <= self._worth else RAW
+        worth = self._worth.again if worth is None else worth
+        return best if shares.get(best, 0.5) <= worth else RAW
 
     def learn(
         self, stream: str, dtype: str, plan: Plan, outcome: Outcome, size: int, written: int

@@ -22,7 +22,7 @@ def auto_takes_what_saves_little(
 ) -> None:
     """What is learned is tested with weights of float32, which ``auto`` by itself leaves raw."""
     if "own_worth" not in request.keywords:
-        monkeypatch.setitem(coding_policy._WORTH, "auto", coding_policy.WORTH)
+        monkeypatch.setitem(coding_policy._WORTH, "auto", coding_policy._WORTH["small"])
 
 
 @pytest.mark.own_worth
@@ -37,6 +37,22 @@ def test_auto_wants_a_fifth_for_what_decoding_costs() -> None:
     many(policy, 1, base, None)
     policy.next_save()
     assert many(policy, 9, moved(2e-5), base)[-1] == DELTA
+
+
+@pytest.mark.own_worth
+def test_auto_takes_a_tenth_of_what_is_saved_again() -> None:
+    """Saves of every step want to be small; what they are coded against stays quick to read."""
+    policy, base = CodingPolicy("auto"), WEIGHTS.tobytes()
+    assert many(policy, 9, base, None) == [RAW] * 9
+    policy.next_save()
+    assert many(policy, 9, moved(0.08), base)[-1] == PLANES  # a sixth
+    noise = np.random.default_rng(2).integers(0, 256, SIZE, np.uint8)
+    noise[::16] = 0  # a twentieth
+    assert many(policy, 9, noise.tobytes(), None, stream="n") == [RAW] * 9
+    policy.next_save()
+    assert many(policy, 9, noise.tobytes(), None, stream="n") == [RAW] * 9
+    policy._stream("a").rebase = True
+    assert many(policy, 3, base, None) == [RAW] * 3
 
 
 def moved(by: float, seed: int = 1) -> bytes:
