@@ -71,8 +71,8 @@ _WORTH = {
     "none": _Worth(0.0, 0.0),
 }  # fmt: skip
 """By mode. Decoding is slower than reading, and what later saves are coded against is read most:
-``auto`` wants a fifth for it, so that float32 without a reference, which gives a sixth, stays raw in
-a first save. What changes at every save wants to be small more than to be read quickly."""
+``auto`` wants a fifth for it, so that float32 without a reference, which gives a sixth, stays raw
+in a first save. What changes at every save wants to be small more than to be read quickly."""
 
 
 def encode(plan: Plan, raw: memoryview, reference: memoryview | None, ref: bytes) -> Outcome:

@@ -549,10 +549,11 @@ def test_wrong_roundings_are_damage(
                       [memoryview(r) for r in references])  # fmt: skip
 
 
-def test_a_range_over_several_references() -> None:
+@pytest.mark.parametrize("cuts", [(10, 402), (12, 400), (40, 840), (44, 844), (0, 1200)])
+def test_a_range_over_several_references(cuts: tuple[int, int]) -> None:
     values = np.arange(300, dtype="<f4")
     data = values.tobytes()
-    parts = [memoryview(data[a:b]) for a, b in ((0, 10), (10, 402), (402, 1200))]
+    parts = [memoryview(data[a:b]) for a, b in zip((0, *cuts), (*cuts, 1200), strict=True)]
     out = bytearray(400)
     codecs.decode(codecs.CAST, cast.cast_params(2, cast.RULES[2][0], 40), memoryview(b""),
                   memoryview(out), parts)  # fmt: skip

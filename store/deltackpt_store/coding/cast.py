@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 
 from deltackpt_store.coding import kernels
 from deltackpt_store.coding.streams import Unpacker, damaged, leb128
-from deltackpt_store.errors import CorruptionError
 
 KINDS = {"bfloat16": 1, "float16": 2}
 MAX_PARTS = 255
@@ -49,8 +48,12 @@ RULES: dict[int, tuple[Rule, ...]] = {
 def round_to(kind: int, values: Words, rule: Rule) -> tuple[Halves, bool]:
     """The bits of float32 `values` as 16-bit floats, and whether a NaN was among them."""
     out = np.empty(len(values), np.uint16)
+    return out, _round_into(out, kind, values, rule)
+
+
+def _round_into(out: Halves, kind: int, values: Words, rule: Rule) -> bool:
     if kind == 1 and kernels.native is not None and not kernels.native.round_bfloat16(values, out):
-        return out, False
+        return False
     room = np.empty(min(len(values), _BLOCK), np.uint32)
     met = False
     for start in range(0, len(values), _BLOCK):
@@ -72,7 +75,7 @@ def round_to(kind: int, values: Words, rule: Rule) -> tuple[Halves, bool]:
         if wrong.any():
             met = True
             target[wrong] = rule.pattern | (_shortened(kind, block[wrong]) & rule.keep)
-    return out, met
+    return met
 
 
 def _shortened(kind: int, nans: Words) -> Any:
@@ -103,21 +106,22 @@ def decode_cast(
     size = 2 * len(out)
     if start + size > sum(map(len, references)):
         raise damaged("what it refers to is too short")
-    whole = _range(references, start, size)
-    rounded, _ = round_to(kind, np.frombuffer(whole, "<u4"), rule)
-    np.copyto(np.frombuffer(out, "<u2"), rounded)
+    halves = np.frombuffer(out, "<u2")
+    for part in _range(references, start, size):
+        values = np.frombuffer(part, "<u4")
+        _round_into(halves[: len(values)], kind, values, rule)
+        halves = halves[len(values) :]
 
 
-def _range(parts: Sequence[memoryview], start: int, size: int) -> memoryview:
-    """`size` bytes from `start` of what the parts are together; no copy when one holds them."""
+def _range(parts: Sequence[memoryview], start: int, size: int) -> list[memoryview]:
+    """`size` bytes from `start` of what the parts are together, in pieces of whole elements."""
+    pieces: list[memoryview] = []
+    end = start + size
     for part in parts:
-        if start < len(part):
-            if start + size <= len(part):
-                return part[start : start + size]
-            break
-        start -= len(part)
-        parts = parts[1:]
-    joined = b"".join(parts)
-    if start + size > len(joined):
-        raise CorruptionError("a reference is too short", kind="payload")
-    return memoryview(joined)[start : start + size]
+        piece = part[max(0, start) : max(0, end)]
+        start, end = start - len(part), end - len(part)
+        if len(piece):
+            pieces.append(piece)
+    if any(len(piece) % 4 for piece in pieces):  # elements that lie in two parts
+        return [memoryview(b"".join(pieces))]
+    return pieces
