@@ -11,6 +11,7 @@ and interruptible anywhere (the next one starts again and finds less to do)::
     prove       a chunk that leaves with a condemned pack must be readable where it stays
     sync        every directory whose content the second marking has relied on
     delete      packs, then records of retired commits, manifests, unfinished files
+    copy        the generation, which alone tells what was collected
 
 Why it is safe. A writer acknowledges g+1 only when it has taken the condemned packs out of
 everything it may build upon, or claims them. So what it commits later does not need them, and what
@@ -35,7 +36,7 @@ from deltackpt_store.generation import (
     newest_number,
     publish_generation,
     read_generation,
-    remove_older,
+    tidy_generations,
 )
 from deltackpt_store.lost_commits import lost_commits, refuse_lost
 from deltackpt_store.mark import Marking, mark
@@ -320,7 +321,7 @@ class _Collection:
     def _tidy(self, newest: int) -> None:
         """Remove what earlier collections and dead processes left; best effort."""
         leases.remove_acks(self._io, self._root)
-        remove_older(self._io, self._root, newest)
+        tidy_generations(self._io, self._root, newest)
         with contextlib.suppress(OSError):
             leases.held_commits(self._io, self._root, clean=True)
 

@@ -4,6 +4,9 @@
 if absent, durable. Only the newest counts: what it condemns is treated as absent by every writer
 that has read it. A later collection names again what still lies there and is not needed; a record
 that condemns nothing ends a collection that has pardoned something.
+
+``gc/<20 digits>.copy`` holds the same bytes, for the case that the record is damaged or lost:
+nothing else tells which commits were collected. It is made when a collection ends, and not vital.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ import contextlib
 
 import msgspec
 
-from deltackpt_store.errors import CorruptionError, UnsupportedFormatError
+from deltackpt_store.errors import CorruptionError, StorageError, UnsupportedFormatError
 from deltackpt_store.fileio import FileIO, publish_bytes, read_file
 from deltackpt_store.manifest_io import digest_of
 from deltackpt_store.names import is_name, is_pack_name, number_name, parse_number
@@ -22,6 +25,7 @@ from deltackpt_store.reserve import with_reserve
 _MAGIC = b"DCKPTGN"
 _VERSION = 1
 _MAX_BYTES = 256 * 1024 * 1024
+_COPY = ".copy"
 
 
 class Generation(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,18 +47,32 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
 def newest_number(io: FileIO, root: str) -> int:
     """Number of the newest generation, 0 before the first. OSError when it cannot be told."""
     return max((number for name in io.list(f"{root}/gc")
-                if (number := parse_number(name)) is not None), default=0)  # fmt: skip
+                if (number := parse_number(name.removesuffix(_COPY))) is not None),
+               default=0)  # fmt: skip
 
 
 def read_generation(io: FileIO, root: str, number: int) -> Generation:
-    """The record of that number (CorruptionError, UnsupportedFormatError, StorageError)."""
+    """The record of that number, from its copy when it is damaged, lost or unreadable
+    (CorruptionError, UnsupportedFormatError, StorageError)."""
     if not number:
         return Generation()
     path = f"{root}/gc/{number_name(number)}"
     try:
-        data = read_file(io, path, _MAX_BYTES)
+        return _decode(_read(io, path), number, path)
+    except (CorruptionError, StorageError):
+        with contextlib.suppress(CorruptionError, UnsupportedFormatError, StorageError):
+            return _decode(_read(io, path + _COPY), number, path)
+        raise
+
+
+def _read(io: FileIO, path: str) -> bytes:
+    try:
+        return read_file(io, path, _MAX_BYTES)
     except OSError as error:
         raise storage_error(error, "read the generation", path) from error
+
+
+def _decode(data: bytes, number: int, path: str) -> Generation:
     body = data[:-32]
     if digest_of(body) != data[-32:] or not body.startswith(_MAGIC):
         raise _damaged(path, "its digest does not match its content")
@@ -84,11 +102,18 @@ def publish_generation(io: FileIO, root: str, generation: Generation) -> None:
     with_reserve(io, root, lambda: publish_bytes(io, path, body + digest_of(body)))
 
 
-def remove_older(io: FileIO, root: str, newest: int) -> None:
-    """Remove the records before `newest`, which they mean nothing beside; best effort."""
+def tidy_generations(io: FileIO, root: str, newest: int) -> None:
+    """Copy the newest record and remove those before it, beside which they mean nothing. Best
+    effort: to be called when no collection is under way."""
+    path = f"{root}/gc/{number_name(newest)}"
+    with contextlib.suppress(CorruptionError, UnsupportedFormatError, OSError):
+        if newest and not io.exists(path + _COPY):
+            data = _read(io, path)
+            _decode(data, newest, path)
+            publish_bytes(io, path + _COPY, data)
     with contextlib.suppress(OSError):
         for name in io.list(f"{root}/gc"):
-            number = parse_number(name)
+            number = parse_number(name.removesuffix(_COPY))
             if number is not None and number < newest:
                 with contextlib.suppress(OSError):
                     io.unlink(f"{root}/gc/{name}")

@@ -46,7 +46,8 @@ class LostCommit(NamedTuple):
 def read_boundary(store: Store) -> Boundary:
     """Per run, the largest number whose record may have been collected, as of now.
 
-    Empty when the record that tells it is damaged. StorageError, UnsupportedFormatError.
+    Empty when the record that tells it is damaged, and so is its copy.
+    StorageError, UnsupportedFormatError.
     """
     for attempt in range(_TRIES):
         try:

@@ -49,6 +49,7 @@ from deltackpt_store.generation import (
     newest_number,
     publish_generation,
     read_generation,
+    tidy_generations,
 )
 from deltackpt_store.impact import DamageMap, NeededChunks
 from deltackpt_store.leases import Lease
@@ -410,6 +411,8 @@ class _Repair:
             )
             with contextlib.suppress(OSError):
                 publish_generation(self._io, self._root, after)
+        with contextlib.suppress(OSError):
+            tidy_generations(self._io, self._root, newest_number(self._io, self._root))
         return moved
 
     def _last_generation(self) -> Generation:

@@ -11,7 +11,7 @@ import pytest
 from authors import Author, check_everything, words_in
 from click.testing import CliRunner
 from deltackpt_store.compact import compact
-from deltackpt_store.errors import CorruptionError
+from deltackpt_store.errors import ConflictError, CorruptionError
 from deltackpt_store.gc import collect
 from deltackpt_store.manifest import Commit
 from deltackpt_store.names import RETIRED_SUFFIX, number_name
@@ -128,6 +128,73 @@ def test_what_was_collected_is_not_lost(made: tuple[Store, list[Commit]]) -> Non
     assert verify(store).ok
     assert collect(store).nothing
     assert repair(store, sources=[store.path + "-copy"]).found == 0
+
+
+def spoil(record: Path, how: str) -> None:
+    if how == "lost":
+        record.unlink()
+    elif how == "emptied":
+        record.write_bytes(b"")
+    else:
+        record.write_bytes(record.read_bytes()[:-1] + b"?")
+
+
+@pytest.mark.parametrize("how", ["lost", "emptied", "changed"])
+def test_what_was_collected_is_known_when_the_generation_record_is_damaged(
+    made: tuple[Store, list[Commit]], how: str
+) -> None:
+    """Its copy tells, to readers, writers and the next collection; that one makes another copy."""
+    store, commits = made
+    retire(store, commits[:2])
+    number = collect(store).generation
+    record = Path(store.path, "gc", number_name(number))
+    copy = Path(f"{record}.copy")
+    content = record.read_bytes()
+    spoil(copy, how)
+    assert verify(store).ok, "the record itself is whole"
+    copy.write_bytes(content)
+    spoil(record, how)
+    assert verify(store).ok
+    assert repair(store, sources=[store.path + "-copy"]).found == 0
+    author = Author(store, "another")
+    author.run = "main"
+    with pytest.raises(ConflictError):
+        author.save(9, ["below the boundary"], number=2)
+    author.close()
+    retire(store, commits[2:3])
+    done = collect(store)
+    assert done.generation == number + 1
+    left = [name for name in os.listdir(f"{store.path}/gc") if name.startswith("0")]
+    assert sorted(left) == [number_name(number + 1), f"{number_name(number + 1)}.copy"]
+    assert verify(store).ok
+
+
+def test_without_record_and_copy_what_was_collected_counts_as_lost(
+    made: tuple[Store, list[Commit]],
+) -> None:
+    store, commits = made
+    retire(store, commits[:2])
+    record = Path(store.path, "gc", number_name(collect(store).generation))
+    for path in (record, Path(f"{record}.copy")):
+        spoil(path, "changed")
+    assert not verify(store).ok
+    with pytest.raises(CorruptionError, match="accept-lost"):
+        collect(store)
+    collect(store, accept_lost=True)
+    assert verify(store).ok
+
+
+def test_a_copy_that_is_missing_is_made_by_the_next_collection(
+    made: tuple[Store, list[Commit]],
+) -> None:
+    """The one before was killed, or had no space."""
+    store, commits = made
+    retire(store, commits[:2])
+    record = Path(store.path, "gc", number_name(collect(store).generation))
+    copy = Path(f"{record}.copy")
+    copy.unlink()
+    assert collect(store).nothing
+    assert copy.read_bytes() == record.read_bytes()
 
 
 def test_what_a_fork_continues_is_missed(tmp_path: Path) -> None:
