@@ -85,7 +85,7 @@ class Survey:
         self._kept_groups = marking.groups_of(self._kept)
         self.row_of: Ints = np.zeros(catalogue.groups, np.int64)
         self.row_of[self._kept_groups] = self._kept
-        self._of_coded = marking.groups_of(catalogue.coded.rows)
+        self._of_coded = marking.groups_of(catalogue.coded.rows.astype(np.int64))
         records = np.diff(catalogue.start.astype(np.int64))
         coded = np.bincount(self._of_coded, minlength=catalogue.groups)
         self.plain: Bools = coded < records

@@ -132,7 +132,7 @@ class Compaction:
             ),
             self._root,
         )  # fmt: skip
-        marking = mark(self._store, self._roots, condemned=last.packs)
+        marking = mark(self._store, self._roots, condemned=last.packs, ids=True)
         return Survey(marking, self._steps(marking))
 
     def _steps(self, marking: Marking) -> Generator[StepGroups]:

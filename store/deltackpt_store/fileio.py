@@ -267,14 +267,18 @@ class HasIO(Protocol):
 
 def read_file(io: FileIO, path: str, limit: int) -> bytes:
     """Read a whole small file; ``OSError`` (EFBIG) when it is larger than `limit` bytes."""
+    return bytes(read_buffer(io, path, limit))
+
+
+def read_buffer(io: FileIO, path: str, limit: int) -> memoryview:
+    """As `read_file`, into memory that is not copied."""
     handle = io.open(path)
     try:
         size = io.size(handle)
         if size > limit:
             raise OSError(27, f"file of {size} bytes is larger than the limit of {limit}", path)
-        data = bytearray(size)
-        read = io.read_into(handle, [data], 0)
-        return bytes(data[:read])
+        data = memoryview(bytearray(size))
+        return data[: io.read_into(handle, [data], 0)].toreadonly()
     finally:
         io.close(handle)
 

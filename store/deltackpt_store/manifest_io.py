@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from itertools import chain, pairwise
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -21,6 +21,7 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from deltackpt_store.errors import CorruptionError, InvalidInputError, UnsupportedFormatError
+from deltackpt_store.fileio import Buffer
 from deltackpt_store.layout_check import MAX_LEAVES, check_layout, check_structure
 from deltackpt_store.manifest import ID_BYTES, Commit, Ids, Layout, Manifest, Snapshot
 from deltackpt_store.merkle import root
@@ -58,6 +59,19 @@ class _WireLayout(msgspec.Struct):
     tensors: msgspec.Raw
     extents: msgspec.Raw
     objects: msgspec.Raw
+
+
+class _Lists(NamedTuple):
+    """The types of the lists of chunk ids."""
+
+    chunks: type[dict[int, bytes]]
+    patches: type[dict[int, tuple[bytes, bytes]]]
+
+
+_COPIES = _Lists(dict[int, bytes], dict[int, tuple[bytes, bytes]])
+_VIEWS = _Lists(
+    cast("Any", dict[int, memoryview]), cast("Any", dict[int, tuple[memoryview, memoryview]])
+)
 
 
 # encoding ---------------------------------------------------------------------------------------
@@ -198,8 +212,12 @@ def _base_size(snapshot: Snapshot) -> int:
 # decoding ---------------------------------------------------------------------------------------
 
 
-def decode(data: bytes, *, name: str = "manifest") -> Manifest:
-    """Parse the bytes of a manifest file called `name` (for errors); sizes are checked first."""
+def decode(data: Buffer, *, name: str = "manifest", views: bool = False) -> Manifest:
+    """Parse the bytes of a manifest file called `name` (for errors); sizes are checked first.
+
+    With `views` the lists of `chunks` and `patches` are memoryviews of `data` instead of copies.
+    """
+    lists = _VIEWS if views else _COPIES
     body = _body(data, MANIFEST_MAGIC, MAX_MANIFEST_BYTES, "manifest", name)
     wire = _parse(body, _Wire, "manifest", name)
     layout = None if bytes(wire.layout) == b"\xc0" else _decode_layout(wire.layout, name)
@@ -211,8 +229,8 @@ def decode(data: bytes, *, name: str = "manifest") -> Manifest:
         environment=wire.environment,
         objects=_counted(wire.objects, dict[int, bytes], MAX_LEAVES, "objects", name),
         inline=_counted(wire.inline, dict[int, bytes], MAX_LEAVES, "inline", name),
-        chunks=_counted(wire.chunks, dict[int, bytes], MAX_LEAVES, "chunks", name),
-        patches=_counted(wire.patches, dict[int, tuple[bytes, bytes]], MAX_LEAVES, "patches", name),
+        chunks=_counted(wire.chunks, lists.chunks, MAX_LEAVES, "chunks", name),
+        patches=_counted(wire.patches, lists.patches, MAX_LEAVES, "patches", name),
     )
     if len(manifest.root) != _DIGEST or (manifest.base and len(manifest.base) != _DIGEST):
         raise _bad("a digest has the wrong length", "manifest", name)
@@ -369,7 +387,7 @@ def _bad(reason: str, what: str, name: str) -> CorruptionError:
     return CorruptionError(f"{what} {name} is damaged: {reason}", kind=f"damaged-{what}", path=name)
 
 
-def _body(data: bytes, magic: bytes, limit: int, what: str, name: str) -> memoryview:
+def _body(data: Buffer, magic: bytes, limit: int, what: str, name: str) -> memoryview:
     if len(data) > limit:
         raise _bad(f"{len(data)} bytes are more than {limit}", what, name)
     if len(data) <= len(magic) or data[: len(magic)] != magic:

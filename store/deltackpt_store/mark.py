@@ -1,13 +1,14 @@
 """Marking: which chunks the roots reach, and which pack is to keep each of them.
 
-Works with arrays: with the catalogue about 70 bytes per stored record at the peak, and a second or
+Works with arrays: with the catalogue about 50 bytes per stored record at the peak, and a second or
 two for a million records or a million references. Nothing is written.
 """
 
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
+from itertools import chain, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,11 +16,13 @@ from numpy.typing import NDArray
 from deltackpt_store.catalogue import Bools, Catalogue, Ints
 from deltackpt_store.errors import CorruptionError, StorageError
 from deltackpt_store.fetch import MAX_DEPTH
+from deltackpt_store.fileio import Buffer
 from deltackpt_store.manifest import ID_BYTES, Manifest
 from deltackpt_store.roots import Roots
 from deltackpt_store.store import Store
 
 _TRIES = 20
+_BLOCK = 1 << 16  # chunk ids
 
 
 class Marking:
@@ -36,7 +39,7 @@ class Marking:
         only when no other pack, nor one to be avoided, holds it."""
         self.catalogue = catalogue
         self.live: Bools = np.zeros(catalogue.groups, np.bool_)
-        self.kept: Bools = np.zeros(len(catalogue.ids), np.bool_)
+        self.kept: Bools = np.zeros(catalogue.records, np.bool_)
         self._avoid = frozenset(avoid)
         self._condemned = frozenset(condemned)
 
@@ -52,13 +55,14 @@ class Marking:
         best = self._best()
         done = np.zeros(len(self.live), np.bool_)
         while True:
-            fresh = np.flatnonzero(self.live & ~done)
-            if not len(fresh):
+            fresh = self.live & ~done
+            if not fresh.any():
                 break
-            done[fresh] = True
-            rows = best[fresh].astype(np.int64)
-            self.kept[rows] = True
-            self._need(rows)
+            done |= fresh
+            for first, end in self.catalogue.blocks():
+                rows = best[first:end][fresh[first:end]].astype(np.int64)
+                self.kept[rows] = True
+                self._need(rows)
         if len(self.catalogue.coded.rows):
             self._untangle(done)
 
@@ -74,20 +78,25 @@ class Marking:
             return np.empty(0, np.uint32)
         packs = len(catalogue.names)
         dislike = np.array(
-            [4 * (n in self._condemned) + (n in self._avoid) for n in catalogue.names], np.uint64
+            [4 * (n in self._condemned) + (n in self._avoid) for n in catalogue.names], np.uint32
         )
         by_share = np.lexsort((np.arange(packs), -self.live_shares()))
-        rank = np.empty(packs, np.uint64)
-        rank[by_share] = np.arange(packs, dtype=np.uint64)
-        score = np.repeat(rank + dislike * np.uint64(2 * packs), np.diff(catalogue.first))
+        rank = np.empty(packs, np.uint32)
+        rank[by_share] = np.arange(packs, dtype=np.uint32)
+        # At most 32 times the number of packs: it fits.
+        score = np.repeat(rank + dislike * np.uint32(2 * packs), np.diff(catalogue.first))
         coded = catalogue.coded
-        score[coded.rows] += np.uint64(packs)
-        score[coded.rows[~self.held_by(self.live)]] += np.uint64(4 * packs)
-        score[coded.rows[~self._decodable()]] += np.uint64(16 * packs)
-        score <<= np.uint64(32)
-        score |= np.arange(len(score), dtype=np.uint64)
-        smallest = np.minimum.reduceat(score[catalogue.order], catalogue.start[:-1])
-        return smallest.astype(np.uint32)  # the low half: the row
+        score[coded.rows] += np.uint32(packs)
+        score[coded.rows[~self.held_by(self.live)]] += np.uint32(4 * packs)
+        score[coded.rows[~self._decodable()]] += np.uint32(16 * packs)
+        best = np.empty(catalogue.groups, np.uint32)
+        for first, end in catalogue.blocks():
+            start = catalogue.start[first : end + 1]
+            rows = catalogue.order[start[0] : start[-1]]
+            scored = score[rows].astype(np.uint64) << np.uint64(32) | rows
+            smallest = np.minimum.reduceat(scored, start[:-1] - start[0])
+            best[first:end] = smallest.astype(np.uint32)  # the low half: the row
+        return best
 
     def _decodable(self) -> Bools:
         """Of each coded record whether what it needs is held, and so on, as deep as readers go."""
@@ -95,10 +104,14 @@ class Marking:
         good = np.zeros(len(coded.rows), np.bool_)
         if not len(good):
             return good
-        group = self.groups_of(coded.rows)
-        solved = np.ones(catalogue.groups, np.bool_)
-        records = np.diff(catalogue.start.astype(np.int64))
-        solved[np.bincount(group, minlength=catalogue.groups) == records] = False
+        group = self._groups()[coded.rows]
+        plain = np.ones(catalogue.records, np.bool_)
+        plain[coded.rows] = False
+        solved = np.zeros(catalogue.groups, np.bool_)
+        for first, end in catalogue.blocks():
+            start = catalogue.start[first : end + 1]
+            alone = plain[catalogue.order[start[0] : start[-1]]]
+            solved[first:end] = np.logical_or.reduceat(alone, start[:-1] - start[0])
         for _ in range(MAX_DEPTH):
             now = self.held_by(solved)
             if np.array_equal(now, good):
@@ -118,8 +131,7 @@ class Marking:
     def live_shares(self) -> NDArray[np.float64]:
         """Of each pack, which share of its payload bytes is of needed chunks."""
         catalogue = self.catalogue
-        needed = np.zeros(len(catalogue.ids), np.bool_)
-        needed[catalogue.order] = np.repeat(self.live, np.diff(catalogue.start))
+        needed = catalogue.per_row(self.live)
         share = np.zeros(len(catalogue.names))
         for pack in range(len(share)):
             low, high = catalogue.first[pack], catalogue.first[pack + 1]
@@ -135,31 +147,36 @@ class Marking:
             self._missing(rows)
         self.live[needs] = True
 
-    def needs_of(self, rows: Ints) -> tuple[Ints, Ints]:
+    def needs_of(self, rows: Ints | NDArray[np.uint32]) -> tuple[Ints, Ints]:
         """(position within `rows`, group needed) for every reference of these records."""
         coded = self.catalogue.coded
         if not len(coded.rows) or not len(rows):
             return np.empty(0, np.int64), np.empty(0, np.int64)
-        at = np.searchsorted(coded.rows, rows)
+        at = np.searchsorted(coded.rows, rows.astype(np.uint32))
         at[at == len(coded.rows)] = 0
         which = np.flatnonzero(coded.rows[at] == rows)
-        low, high = coded.first[at[which]], coded.first[at[which] + 1]
+        low, high = (coded.first[at[which] + i].astype(np.int64) for i in (0, 1))
         lengths = high - low
         within = np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-        return np.repeat(which, lengths), coded.needs[np.repeat(low, lengths) + within]
+        needs = coded.needs[np.repeat(low, lengths) + within].astype(np.int64)
+        return np.repeat(which, lengths), needs
 
     def _untangle(self, live: Bools) -> None:
         """Where the chosen records need each other in a circle, or too deeply, keep every copy."""
         catalogue = self.catalogue
-        solved = ~live
-        rows = np.flatnonzero(self.kept)
-        group = self.groups_of(rows)
-        where, needs = self.needs_of(rows)
-        for _ in range(MAX_DEPTH + 1):
-            open_ = np.zeros(len(rows), np.bool_)
-            open_[where[~solved[needs]]] = True
+        rows = catalogue.coded.rows[self.kept[catalogue.coded.rows]]
+        group = self._groups()[rows]
+        solved = np.ones(len(live), np.bool_)
+        solved[group] = False
+        for _ in range(MAX_DEPTH):
+            done = np.zeros(len(rows), np.bool_)
+            for at in range(0, len(rows), _BLOCK):
+                where, needs = self.needs_of(rows[at : at + _BLOCK])
+                part = done[at : at + _BLOCK]
+                part[:] = True
+                part[where[~solved[needs]]] = False
             before = int(solved.sum())
-            solved[group[~open_]] = True
+            solved[group[done]] = True
             if int(solved.sum()) == before:
                 break
         while True:
@@ -176,34 +193,32 @@ class Marking:
 
     def groups_of(self, rows: Ints) -> Ints:
         """The group of each row."""
-        catalogue = self.catalogue
-        group = np.empty(len(catalogue.ids), np.uint32)
-        group[catalogue.order] = np.repeat(
-            np.arange(catalogue.groups, dtype=np.uint32), np.diff(catalogue.start)
-        )
-        return group[rows].astype(np.int64)
+        return self._groups()[rows].astype(np.int64)
+
+    def _groups(self) -> NDArray[np.uint32]:
+        return self.catalogue.per_row(np.arange(self.catalogue.groups, dtype=np.uint32))
 
     def _missing(self, rows: Ints) -> None:
         where, needs = self.needs_of(rows)
-        row = int(rows[where[int(np.argmin(needs))]])
-        raise _lost(f"what chunk {self.catalogue.ids[row].tobytes().hex()} is coded against")
+        row = rows[where[int(np.argmin(needs))]]
+        chunk_id = self.catalogue.ids_of(row.reshape(1)).tobytes().hex()
+        raise _lost(f"what chunk {chunk_id} is coded against")
 
     # results -------------------------------------------------------------------------------
 
     def keeping(self) -> set[str]:
         """Names of the packs that keep anything."""
-        packs = np.unique(self.catalogue.pack_of(np.flatnonzero(self.kept)))
-        return {self.catalogue.names[pack] for pack in packs.tolist()}
+        first = self.catalogue.first.tolist()
+        ranges = zip(self.catalogue.names, pairwise(first), strict=True)
+        return {name for name, (low, high) in ranges if self.kept[low:high].any()}
 
-    def kept_elsewhere(self, doomed: Collection[str]) -> Ints:
-        """Needed groups of which a record goes with the packs `doomed`."""
+    def going_copies(self, doomed: Collection[str]) -> Ints:
+        """The records, of chunks that are needed, that go with the packs `doomed`."""
         catalogue = self.catalogue
         going = np.array([name in doomed for name in catalogue.names], np.bool_)
         rows = np.repeat(going, np.diff(catalogue.first))
-        if not catalogue.groups:
-            return np.empty(0, np.int64)
-        touched = np.logical_or.reduceat(rows[catalogue.order], catalogue.start[:-1])
-        return np.flatnonzero(touched & self.live)
+        rows &= catalogue.per_row(self.live)
+        return np.flatnonzero(rows)
 
 
 def mark(
@@ -213,12 +228,13 @@ def mark(
     avoid: Collection[str] = (),
     condemned: Collection[str] = (),
     without: Collection[str] = (),
+    ids: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> Marking:
     """Mark from `roots` over all packs that lie in the store now, save those `without`.
 
-    `avoid` and `condemned` as of `Marking`. `progress` is called with (done, total), counting packs
-    and manifests.
+    `avoid` and `condemned` as of `Marking`, `ids` as of `Catalogue`. `progress` is called with
+    (done, total), counting packs and manifests.
 
     CorruptionError when anything needed is missing or unreadable, StorageError.
     """
@@ -235,7 +251,7 @@ def mark(
     for attempt in range(_TRIES):
         done, total = 0, len(names) + sum(map(len, by_base.values()))
         try:
-            catalogue = Catalogue(store, names, told)
+            catalogue = Catalogue(store, names, told, ids=ids)
             break
         except StorageError as error:
             # A collection beside this deletes packs of which others hold what is needed.
@@ -268,23 +284,28 @@ def _by_base(roots: Roots) -> dict[bytes, set[bytes]]:
 def _mark_base(store: Store, base: bytes, users: Iterable[bytes], marking: Marking) -> None:
     """Mark what the manifests `users`, which are `base` or deltas to it, name."""
     catalogue = marking.catalogue
-    whole = store.manifest(base)
+    whole = store.manifest(base, views=True)
     if whole.base is not None:
         raise _bad(base, "is named as a base and is none")
     extents = list(whole.chunks)
     lengths = [len(whole.chunks[extent]) // ID_BYTES for extent in extents]
     first = dict(zip(extents, np.cumsum([0, *lengths]).tolist(), strict=False))
-    groups = _find(catalogue, b"".join(whole.chunks[extent] for extent in extents), base)
+    groups = np.empty(sum(lengths), np.int32)
+    done = 0
+    for found in _find(catalogue, whole.chunks.values(), base):
+        groups[done : done + len(found)] = found
+        done += len(found)
+    del whole
     used = np.zeros(len(groups), np.bool_)
     for digest in sorted(users):
         if digest == base:
             used[:] = True
             continue
-        delta = store.manifest(digest)
+        delta = store.manifest(digest, views=True)
         if delta.base != base:
             raise _bad(digest, "has another base than its commit says")
         mine = np.ones(len(groups), np.bool_)
-        parts: list[bytes] = []
+        parts: list[Buffer] = []
         for extent, start, length in _spans(delta, first, extents, lengths, digest):
             if extent in delta.chunks:
                 mine[start : start + length] = False
@@ -297,8 +318,11 @@ def _mark_base(store: Store, base: bytes, users: Iterable[bytes], marking: Marki
                 mine[start + rows.astype(np.int64)] = False
                 parts.append(ids)
         used |= mine
-        marking.reach(_known(_find(catalogue, b"".join(parts), digest), digest))
-    marking.reach(_known(groups[used], base))
+        for found in _find(catalogue, parts, digest):
+            marking.reach(_known(found, digest))
+    for at in range(0, len(groups), _BLOCK):
+        part = groups[at : at + _BLOCK][used[at : at + _BLOCK]]
+        marking.reach(_known(part.astype(np.int64), base))
 
 
 def _spans(
@@ -312,11 +336,21 @@ def _spans(
     return [(extent, first[extent], size[extent]) for extent in changed]
 
 
-def _find(catalogue: Catalogue, ids: bytes, digest: bytes) -> Ints:
-    if len(ids) % ID_BYTES:
-        raise _bad(digest, "has a list of chunk ids that is cut short")
-    table = np.frombuffer(ids, np.uint8).reshape(-1, ID_BYTES)
-    return catalogue.find(table)
+def _find(catalogue: Catalogue, lists: Iterable[Buffer], digest: bytes) -> Iterator[Ints]:
+    """Groups of the chunk ids in `lists`, in their order, a bounded number at a time."""
+    small: list[Buffer] = []
+    size = 0
+    for ids in chain(lists, [b""]):
+        if len(ids) % ID_BYTES:
+            raise _bad(digest, "has a list of chunk ids that is cut short")
+        small.append(ids)
+        size += len(ids)
+        if size >= _BLOCK * ID_BYTES or not ids:
+            joined = small[0] if len(small) == 1 else b"".join(small)
+            small, size = [], 0
+            table = np.frombuffer(joined, np.uint8).reshape(-1, ID_BYTES)
+            for at in range(0, len(table), _BLOCK):
+                yield catalogue.find(table[at : at + _BLOCK])
 
 
 def _known(groups: Ints, digest: bytes) -> Ints:

@@ -39,14 +39,14 @@ def unreadable_after(
 
     Reads every such chunk once, in bounded memory. StorageError when reading fails as such.
     """
-    catalogue = marking.catalogue
-    groups = marking.kept_elsewhere(doomed)
-    if not len(groups):
+    rows = marking.going_copies(doomed)
+    if not len(rows):
         return set()
     packs = _Staying(store, doomed)
     packs.load_all()
     reader = ChunkReader(packs)
-    ids = catalogue.ids[catalogue.order[catalogue.start[groups]]].reshape(-1, ID_BYTES)
+    # The ids of the very records that go: a catalogue takes for one chunk what begins alike.
+    ids = np.unique(marking.catalogue.ids_of(rows), axis=0).reshape(-1, ID_BYTES)
     found = packs.index.find(ids)
     lengths = found.entries["raw"].astype(np.int64)
     lost: set[bytes] = {ids[i].tobytes() for i in np.flatnonzero(found.packs < 0).tolist()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from deltackpt_store.errors import CorruptionError, DeltackptError, NotFoundError
-from deltackpt_store.fileio import FileIO, read_file
+from deltackpt_store.fileio import FileIO, read_buffer
 from deltackpt_store.oserror import DAMAGE, storage_error
 
 
@@ -34,9 +34,12 @@ class RecordFiles:
             raise storage_error(error, "list", path) from error
 
     def _read(self, relative: str, limit: int, what: str) -> bytes:
+        return bytes(self._read_buffer(relative, limit, what))
+
+    def _read_buffer(self, relative: str, limit: int, what: str) -> memoryview:
         path = f"{self.path}/{relative}"
         try:
-            return read_file(self.io, path, limit)
+            return read_buffer(self.io, path, limit)
         except FileNotFoundError as error:
             raise NotFoundError(f"{what} {relative} is not there", path=path) from error
         except OSError as error:

@@ -127,11 +127,14 @@ class Store(History):
 
     # manifests and snapshots ---------------------------------------------------------------
 
-    def manifest(self, digest: bytes) -> Manifest:
-        """The manifest called `digest`, its bytes proven to be the ones that were named."""
+    def manifest(self, digest: bytes, *, views: bool = False) -> Manifest:
+        """The manifest called `digest`, its bytes proven to be the ones that were named.
+
+        With `views` its bytes stay where they were read: see `decode`.
+        """
         relative = f"manifests/{digest.hex()}"
         try:
-            data = self._read(relative, MAX_MANIFEST_BYTES, "manifest")
+            data = self._read_buffer(relative, MAX_MANIFEST_BYTES, "manifest")
         except NotFoundError as error:
             raise CorruptionError(
                 f"manifest {relative} is missing", kind="missing-manifest", path=relative
@@ -143,7 +146,7 @@ class Store(History):
                 hint="restore another step",
                 path=relative,
             )
-        return decode(data, name=relative)
+        return decode(data, name=relative, views=views)
 
     def snapshot(self, which: Commit | bytes) -> Snapshot:
         """The whole content of a commit, or of the manifest with that digest.

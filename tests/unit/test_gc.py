@@ -1027,7 +1027,7 @@ def test_ids_that_begin_alike_are_told_apart(store: Store) -> None:
     for group, chunk_id in zip(found[:3].tolist(), ids[:3], strict=True):
         rows = catalogue.rows_of(group)
         assert len(rows) == 4
-        assert {catalogue.ids[row].tobytes() for row in rows} == {chunk_id}
+        assert {row.tobytes() for row in catalogue.ids_of(rows)} == {chunk_id}
 
 
 # space ------------------------------------------------------------------------------------------
