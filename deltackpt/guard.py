@@ -28,8 +28,10 @@ class Guard:
 
     def lock(self) -> None:
         """Wait until no live tensor is being read; for any thread, never raises for a save."""
-        self.seen = True
+        first, self.seen = not self.seen, True
         if os.getpid() == self._pid:
+            if first:
+                self._pipeline.expect()
             self._pipeline.lock()
 
     def remove(self) -> None:

@@ -84,6 +84,7 @@ class SavePipeline:
         self._adam: AdamStates | None = None
         self._actions: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._stopping = False
+        self._expecting = False  # a writer is to be started ahead
         self._threads: list[threading.Thread] = []
         self.last: SaveReport | None = None
         """The newest durable save."""
@@ -116,6 +117,16 @@ class SavePipeline:
         with self._condition:
             if not self._condition.wait_for(lambda: not self.busy, timeout):
                 raise timed_out("durable", self.in_flight[0], timeout)
+
+    def expect(self) -> None:
+        """Training has begun: have a writer process at hand. Never blocks; for any thread."""
+        with self._condition:
+            if self._stopping:
+                return
+            self._expecting = True
+            with contextlib.suppress(StateError):  # the save will try again, and tell
+                self._start_threads()
+            self._condition.notify_all()
 
     def submit(self, request: Request, capture: Capture, started: float) -> SaveProgress:
         """Accept a save; returns at once. The caller has seen to it that there is room."""
@@ -196,14 +207,15 @@ class SavePipeline:
             _log.warning("step %d was not durable when the interpreter ended", step)
 
     def _accept(self, task: Task) -> None:
-        if not self._threads:
-            self._start_threads()
         with self._condition:
+            self._start_threads()
             self._tasks.append(task)
             self._condition.notify_all()
         self._actions.put(_nothing)  # the finishing thread learns of the new deadline
 
     def _start_threads(self) -> None:
+        if self._threads:
+            return
         threads = [
             threading.Thread(target=target, name=f"deltackpt-{name}", daemon=True)
             for name, target in (("finish", self._finish_loop), ("stage", self._stage_loop))
@@ -245,12 +257,18 @@ class SavePipeline:
         def first() -> Task | None:
             return next((task for task in self._tasks if not task.taken), None)
 
-        with self._condition:
-            self._condition.wait_for(lambda: self._stopping or first() is not None)
-            task = first()
-            if task is not None:
-                task.taken = True
-            return task
+        while True:
+            with self._condition:
+                self._condition.wait_for(
+                    lambda: self._stopping or self._expecting or first() is not None
+                )
+                self._expecting = False
+                task = first()
+                if task is not None:
+                    task.taken = True
+                if task is not None or self._stopping:
+                    return task
+            self._link.prepare()
 
     def _prepare_baseline(self, task: Task, commit: Commit) -> None:
         capture = task.capture

@@ -1,4 +1,4 @@
-"""Keeping a writer at hand: started when first needed, replaced when it died or the state grew."""
+"""Keeping a writer at hand: started ahead, replaced when it died or the state grew."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import contextlib
 import logging
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 
 import torch
 from deltackpt_store.client import Outcome, WriterClient
 from deltackpt_store.errors import DeltackptError
 from deltackpt_store.protocol import WriterOptions
 from deltackpt_store.retention import keep_of
+from deltackpt_store.standby import Standby
 
 from ._version import __version__
 from .options import SLOT_BYTES, Options
@@ -24,7 +25,7 @@ _BURY_SECONDS = 5.0
 
 
 class WriterLink:
-    """The writer client in use. `get` and `close` belong to the staging thread.
+    """The writer client in use. All but `end_stuck` belong to the staging thread.
 
     `on_result(client, save, outcome)`, and `on_retired(step, removed)` when retention after the
     save of `step` took steps off the run's list, are called on a client's receiving thread.
@@ -44,8 +45,18 @@ class WriterLink:
         self._max_in_flight = max_in_flight
         self._on_result, self._on_retired = on_result, on_retired
         self._client: WriterClient | None = None
+        self._standby: Standby | None = None
         self._ring_bytes = 0
         self._uuid = ""  # of the store, once a writer has opened it
+
+    def prepare(self) -> None:
+        """A save is to be expected: start a writer process ahead, which opens nothing yet."""
+        if self._options.writer != "process" or self._client or self._standby:
+            return
+        try:
+            self._standby = Standby()
+        except (DeltackptError, OSError) as error:  # the save will try again, and tell
+            _log.debug("no writer was started ahead: %s", error)
 
     def get(self, state_bytes: int) -> WriterClient:
         """The living client, or a new one; also a new one when the ring became far too small.
@@ -59,30 +70,46 @@ class WriterLink:
         if client is not None and client.alive:
             if client.pending or wanted <= 1.25 * self._ring_bytes:
                 return client
-            self.close(self._options.durable_timeout)
+            self._end(self._options.durable_timeout)
         else:
-            self.close(_BURY_SECONDS)
+            self._end(_BURY_SECONDS)
         options = self._options
 
         def receive(save: int, outcome: Outcome) -> None:
             self._on_result(new, save, outcome)
 
-        new = WriterClient(
-            self._path, options.run,
-            seed=self._seed, ring_bytes=wanted, slot_bytes=options.slot_bytes(wanted),
-            mode=options.writer, max_in_flight=self._max_in_flight, on_result=receive,
-            on_retired=self._on_retired,
-            options=WriterOptions(
-                codec=options.codec, shadow=options.shadow, lock_timeout=options.lock_timeout,
-                versions={"deltackpt": __version__, "torch": str(torch.__version__)},
-                keep=None if options.keep is None else keep_of(options.keep), expect=self._uuid,
-            ),
-        )  # fmt: skip
+        with self._started_ahead() as standby:
+            new = WriterClient(
+                self._path, options.run,
+                seed=self._seed, ring_bytes=wanted, slot_bytes=options.slot_bytes(wanted),
+                mode=options.writer, max_in_flight=self._max_in_flight, on_result=receive,
+                on_retired=self._on_retired, standby=standby,
+                options=WriterOptions(
+                    codec=options.codec, shadow=options.shadow, lock_timeout=options.lock_timeout,
+                    versions={"deltackpt": __version__, "torch": str(torch.__version__)},
+                    keep=None if options.keep is None else keep_of(options.keep),
+                    expect=self._uuid,
+                ),
+            )  # fmt: skip
         self._client, self._ring_bytes = new, wanted
         return new
 
     def close(self, timeout: float) -> None:
         """End the client; what its writer still has to do after `timeout` is its own affair."""
+        with self._started_ahead():
+            self._end(timeout)
+
+    @contextlib.contextmanager
+    def _started_ahead(self) -> Generator[Standby | None]:
+        """The process started ahead, if it is still there; what is not taken of it is ended."""
+        standby, self._standby = self._standby, None
+        try:
+            yield standby if standby is not None and standby.alive else None
+        finally:
+            if standby is not None:
+                standby.end()
+
+    def _end(self, timeout: float) -> None:
         client, self._client = self._client, None
         if client is not None:
             try:

@@ -28,6 +28,7 @@ from deltackpt_store.errors import (
 from deltackpt_store.fileio import FileIO
 from deltackpt_store.protocol import AdamTensors, CommitRef, Committed, Ready, WriterOptions
 from deltackpt_store.ring import DEFAULT_SLOT_BYTES, Ring, SlotPool
+from deltackpt_store.standby import Standby
 
 _log = logging.getLogger("deltackpt.writer")
 
@@ -58,6 +59,7 @@ class WriterClient:
         on_result: Callable[[int, Outcome], None] | None = None,
         on_retired: Callable[[int, list[int]], None] | None = None,
         io: FileIO | None = None,
+        standby: Standby | None = None,
     ) -> None:
         """Start the writer and return at once; :meth:`ready` tells whether it could open `store`.
 
@@ -65,7 +67,8 @@ class WriterClient:
         one slot). `on_result(save, outcome)` is called in the receiver thread for every save that
         ends, `on_retired(step, removed)` when retention has taken steps off the list after
         the commit of `step`; they must not block. `io` replaces the file layer, in thread mode
-        only.
+        only. `standby` is a process started ahead, which is taken into service (in process mode
+        only); the caller ends it when this raises.
         Raises `InvalidInputError`, `StorageError` (no shared memory) and `WriterError` (the
         process cannot be started).
         """
@@ -73,6 +76,8 @@ class WriterClient:
             raise InvalidInputError(f"writer must be 'process' or 'thread', got {mode!r}")
         if io is not None and mode != "thread":
             raise InvalidInputError("a file layer can be replaced in thread mode only", option="io")
+        if standby is not None and mode != "process":
+            raise InvalidInputError("a thread is not started ahead", option="standby")
         self._pid = os.getpid()
         self._condition = threading.Condition()
         self._max_in_flight = max_in_flight
@@ -88,7 +93,8 @@ class WriterClient:
         self._unfinished: set[int] = set()
         self._pending: dict[int, None] = {}
         self._outcomes: dict[int, Outcome] = {}
-        self._ring = Ring.create(ring_bytes, slot_bytes)
+        memory = -1 if standby is None else standby.take_memory()
+        self._ring = Ring.create(ring_bytes, slot_bytes, memory=memory)
         self._pool = SlotPool(self._ring.slots)
         options = options if options is not None else WriterOptions()
         try:
@@ -98,7 +104,7 @@ class WriterClient:
             )  # fmt: skip
             protocol.encode(hello)  # refuses what cannot travel before anything is started
             self._connection = Connection(
-                self._ring, mode=mode, nice=options.nice, io=io,
+                self._ring, mode=mode, nice=options.nice, io=io, standby=standby,
                 on_message=self._handle, on_end=self._end,
             )  # fmt: skip
         except BaseException:

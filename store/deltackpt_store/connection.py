@@ -24,6 +24,7 @@ from deltackpt_store.fileio import FileIO
 from deltackpt_store.launch import Running, WriterProcess, WriterThread
 from deltackpt_store.protocol import Channel, ToTrainer, ToWriter
 from deltackpt_store.ring import Ring
+from deltackpt_store.standby import Standby
 
 _log = logging.getLogger("deltackpt.writer")
 
@@ -46,10 +47,14 @@ class Connection:
         mode: Literal["process", "thread"],
         nice: int,
         io: FileIO | None,
+        standby: Standby | None = None,
         on_message: Callable[[ToTrainer], None],
         on_end: Callable[[WriterError | None], None],
     ) -> None:
-        """Raises `WriterError` when the writer cannot be started; `ring` is then the caller's."""
+        """`standby`, over the memory of `ring`, is taken into service instead of a new process.
+
+        Raises `WriterError` when the writer cannot be started; `ring` is then the caller's.
+        """
         self._ring = ring
         self._on_message, self._on_end = on_message, on_end
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
@@ -58,22 +63,14 @@ class Connection:
         self.obituary = ""
         """How the writer ended, set before `on_end` is called."""
         self._running: Running | None = None
-        ours, theirs = socket_pair()
-        self._channel = Channel(ours)
-        self._theirs: socket.socket | None = theirs
-        _connections.add(self)
-        try:
-            if mode == "process":
-                self._running = WriterProcess(theirs, ring, nice=nice)
-                theirs.close()
-            else:
-                self._running = WriterThread(theirs, ring, io=io)
-        except BaseException:
-            self._ended = True
-            theirs.close()
-            self._channel.close()
-            raise
-        self._theirs = None
+        self._theirs: socket.socket | None = None
+        if standby is None:
+            self._start(mode, nice, io)
+        else:
+            self._channel = Channel(standby.socket)
+            _connections.add(self)
+            self._running = standby.take_process()
+        assert self._running is not None
         self.writer_pid = self._running.pid
         self._sender = threading.Thread(target=self._send_loop, name="deltackpt-send", daemon=True)
         self._receiver = threading.Thread(
@@ -81,6 +78,24 @@ class Connection:
         )
         self._sender.start()
         self._receiver.start()
+
+    def _start(self, mode: Literal["process", "thread"], nice: int, io: FileIO | None) -> None:
+        ours, theirs = socket_pair()
+        self._channel = Channel(ours)
+        self._theirs = theirs
+        _connections.add(self)
+        try:
+            if mode == "process":
+                self._running = WriterProcess(theirs, self._ring.fd, nice=nice)
+                theirs.close()
+            else:
+                self._running = WriterThread(theirs, self._ring, io=io)
+        except BaseException:
+            self._ended = True
+            theirs.close()
+            self._channel.close()
+            raise
+        self._theirs = None
 
     def post(self, message: ToWriter) -> None:
         """Queue a message, in the order of calls; it is encoded (copied) before this returns.

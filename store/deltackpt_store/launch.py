@@ -50,8 +50,8 @@ class Running(Protocol):
 class WriterProcess:
     """The writer as a child process."""
 
-    def __init__(self, control: socket.socket, ring: Ring, *, nice: int) -> None:
-        """Start it; it inherits `control` and the ring's descriptor and nothing else.
+    def __init__(self, control: socket.socket, memory: int, *, nice: int) -> None:
+        """Start it; it inherits `control` and `memory`, the ring's descriptor, and nothing else.
 
         Raises `WriterError` when the process cannot be started.
         """
@@ -65,7 +65,7 @@ class WriterProcess:
         if sys.flags.no_user_site:
             command.append("-s")
         command += [writer.__file__, "--control-fd", str(control.fileno())]
-        command += ["--ring-fd", str(ring.fd), "--parent", str(os.getpid()), "--nice", str(nice)]
+        command += ["--ring-fd", str(memory), "--parent", str(os.getpid()), "--nice", str(nice)]
         command += ["--path", os.pathsep.join(_dependency_directories())]
         # Blocked from birth, ignored as soon as the writer runs: no gap in which one could kill it.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, writer.IGNORED_SIGNALS)
@@ -78,7 +78,7 @@ class WriterProcess:
                 env=_environment(),
                 cwd="/",
                 close_fds=True,
-                pass_fds=(control.fileno(), ring.fd),
+                pass_fds=(control.fileno(), memory),
                 start_new_session=True,
             )
         except OSError as error:
@@ -97,6 +97,13 @@ class WriterProcess:
         except subprocess.TimeoutExpired:
             return False
         return True
+
+    def end(self) -> None:
+        """Kill it: for one that has nothing to finish."""
+        self._process.kill()
+        self._process.wait()
+        if self._stderr is not None:
+            self._stderr.close()
 
     def bury(self) -> str:
         code = self._process.returncode

@@ -25,7 +25,13 @@ from typing import Any
 import numpy as np
 
 from deltackpt_store.descriptors import above_standard
-from deltackpt_store.errors import CorruptionError, InvalidInputError, StateError, StorageError
+from deltackpt_store.errors import (
+    CorruptionError,
+    DeltackptError,
+    InvalidInputError,
+    StateError,
+    StorageError,
+)
 
 DEFAULT_SLOT_BYTES = 4 * 1024 * 1024
 MAX_SLOTS = 1 << 20
@@ -52,31 +58,29 @@ class Ring:
         self._used: dict[int, int] = {}  # slot -> how far it has ever been filled by `put`
 
     @classmethod
-    def create(cls, ring_bytes: int, slot_bytes: int = DEFAULT_SLOT_BYTES) -> Ring:
+    def create(
+        cls, ring_bytes: int, slot_bytes: int = DEFAULT_SLOT_BYTES, *, memory: int = -1
+    ) -> Ring:
         """A new ring of ``max(1, ring_bytes // slot_bytes)`` slots; no memory is touched yet.
 
+        `memory` is a `memory_file` to use, which is taken over in any case.
         Raises `InvalidInputError` for sizes that cannot be used and `StorageError` when the
         system gives no shared memory.
         """
-        if slot_bytes < mmap.PAGESIZE or slot_bytes % mmap.PAGESIZE:
-            raise InvalidInputError(
-                f"slot_bytes must be a positive multiple of {mmap.PAGESIZE}, got {slot_bytes}",
-                option="slot_bytes",
-            )
-        if ring_bytes <= 0:
-            raise InvalidInputError(
-                f"ring_bytes must be positive, got {ring_bytes}", option="ring_bytes"
-            )
-        slots = min(MAX_SLOTS, max(1, ring_bytes // slot_bytes))
-        fd = -1
+        fd = memory
         try:
-            fd = above_standard(_memory_file(slots * slot_bytes))
+            slots = _slots(ring_bytes, slot_bytes)
+            fd = memory_file() if fd < 0 else fd
+            _set_size(fd, slots * slot_bytes)
             return cls(fd, slots, slot_bytes)
-        except (OSError, ValueError, OverflowError) as error:
+        except BaseException as error:
             if fd >= 0:
                 os.close(fd)
+            system = isinstance(error, (OSError, ValueError, OverflowError))
+            if isinstance(error, DeltackptError) or not system:
+                raise
             raise StorageError(
-                f"cannot make a staging ring of {slots * slot_bytes} bytes: {error}",
+                f"cannot make a staging ring of {ring_bytes} bytes: {error}",
                 errno=error.errno if isinstance(error, OSError) else None,
                 hint="choose a smaller ring_bytes",
             ) from error
@@ -212,18 +216,30 @@ class SlotPool:
         return len(self._sent)
 
 
-def _memory_file(size: int) -> int:
-    """Anonymous shared memory of a fixed size, as a close-on-exec descriptor."""
+def _slots(ring_bytes: int, slot_bytes: int) -> int:
+    if slot_bytes < mmap.PAGESIZE or slot_bytes % mmap.PAGESIZE:
+        raise InvalidInputError(
+            f"slot_bytes must be a positive multiple of {mmap.PAGESIZE}, got {slot_bytes}",
+            option="slot_bytes",
+        )
+    if ring_bytes <= 0:
+        raise InvalidInputError(
+            f"ring_bytes must be positive, got {ring_bytes}", option="ring_bytes"
+        )
+    return min(MAX_SLOTS, max(1, ring_bytes // slot_bytes))
+
+
+def memory_file() -> int:
+    """Anonymous shared memory of no size yet, as a close-on-exec descriptor. OSError."""
     if not hasattr(os, "memfd_create"):
         with tempfile.TemporaryFile(prefix="deltackpt-ring-") as file:
-            file.truncate(size)
-            return os.dup(file.fileno())
-    fd = os.memfd_create("deltackpt-ring", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        os.ftruncate(fd, size)
-        # A sealed size: neither side can make the other die of SIGBUS by truncating the file.
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
+            return above_standard(os.dup(file.fileno()))
+    return above_standard(os.memfd_create("deltackpt-ring", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
+
+
+def _set_size(memory: int, size: int) -> None:
+    """Give a memory file its size, for good."""
+    os.ftruncate(memory, size)
+    # A sealed size: neither side can make the other die of SIGBUS by truncating the file.
+    if hasattr(os, "memfd_create"):
+        fcntl.fcntl(memory, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
