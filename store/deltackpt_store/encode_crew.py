@@ -18,7 +18,7 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -155,27 +155,29 @@ class Crew:
         at = _address(raw) - self._ring_at
         return (at, len(raw)) if 0 <= at <= self._ring_bytes - len(raw) else None
 
-    def run(self, tasks: Sequence[Task[_R]], helpers: int) -> list[_R]:
+    def run(self, tasks: Sequence[Task[_R]], helpers: int) -> Iterator[_R]:
         """Do all tasks, with so many helpers at most, and give the results in order.
 
-        Raises what a task raises here; what goes wrong in a helper is done here instead.
+        Helpers go on while the caller deals with a result. Raises what a task raises here; what
+        goes wrong in a helper is done here instead. One run at a time.
         """
         self._round += 1
         team = self._helpers[:helpers]
         results: dict[int, _R] = {}
         shared, own = deque(range(len(tasks))), deque[int]()
-        while len(results) < len(tasks):
-            self._hand_out(team, tasks, shared, own)
-            here = own or shared
-            if here:
-                task = here.popleft()
-                results[task] = tasks[task].here()
-            elif not self._wait(team):
-                self._lose([helper for helper in team if helper.jobs], own, "does not answer")
-            for helper in list(team):
-                self._collect(helper, tasks, results, own)
-            team = [helper for helper in team if helper in self._helpers]
-        return [results[task] for task in range(len(tasks))]
+        for number in range(len(tasks)):
+            while number not in results:
+                self._hand_out(team, tasks, shared, own)
+                here = own or shared
+                if here:
+                    task = here.popleft()
+                    results[task] = tasks[task].here()
+                elif not self._wait(team):
+                    self._lose([helper for helper in team if helper.jobs], own, "does not answer")
+                for helper in list(team):
+                    self._collect(helper, tasks, results, own)
+                team = [helper for helper in team if helper in self._helpers]
+            yield results.pop(number)
 
     def _hand_out(
         self, team: list[_Helper], tasks: Sequence[Task[_R]], shared: deque[int], own: deque[int]

@@ -1,6 +1,6 @@
 """A helper process of the encoder: jobs in, encodings out, for as long as its writer lives.
 
-It does what depends on nothing but the bytes: ids of chunks in the ring, and encodings by a plan.
+It does what depends on nothing but the bytes: digests of chunks in the ring, encodings by a plan.
 It reads references from the store itself and writes nothing but its replies, so that it may be
 killed at any moment, and what it was asked for be done by the writer.
 """
@@ -14,10 +14,11 @@ import os
 import signal
 import socket
 import time
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import msgspec
 from blake3 import blake3
+from xxhash import xxh3_128_digest
 
 from deltackpt_store import codecs, coding_policy
 from deltackpt_store.coding_policy import Plan
@@ -37,10 +38,22 @@ Piece = tuple[int, int]
 """Byte of the ring at which a chunk begins, and its length; it lies in one slot."""
 
 
+class Digest(NamedTuple):
+    """What tells a chunk from others: its id, and its change hash."""
+
+    id: bytes
+    change: bytes
+
+
+def digest(raw: memoryview, seed: int) -> Digest:
+    return Digest(blake3(raw).digest(), xxh3_128_digest(raw, seed))
+
+
 class Digests(msgspec.Struct, array_like=True, tag=1, frozen=True):
-    """Asks for the ids of chunks."""
+    """Asks for the ids of chunks and for their change hashes of this seed."""
 
     pieces: tuple[Piece, ...]
+    seed: int
 
 
 class Encode(msgspec.Struct, array_like=True, tag=2, frozen=True):
@@ -53,10 +66,10 @@ class Encode(msgspec.Struct, array_like=True, tag=2, frozen=True):
     reference: Reference | None
 
 
-class Ids(msgspec.Struct, array_like=True, tag=1, frozen=True):
-    """Chunk ids, one after the other."""
+class Digested(msgspec.Struct, array_like=True, tag=1, frozen=True):
+    """The ids and change hashes of the chunks."""
 
-    ids: bytes
+    digests: tuple[Digest, ...]
     cpu_seconds: float
 
 
@@ -81,7 +94,7 @@ class Failed(msgspec.Struct, array_like=True, tag=3, frozen=True):
 
 
 Job = Digests | Encode
-Reply = Ids | Encoding | Failed
+Reply = Digested | Encoding | Failed
 
 encode_message = msgspec.msgpack.Encoder().encode
 decode_reply = msgspec.msgpack.Decoder(Reply).decode
@@ -119,7 +132,7 @@ class Helper:
         self._jobs += 1
         try:
             job = _decode_job(message)
-            return self._ids(job) if isinstance(job, Digests) else self._encode(job, area)
+            return self._digest(job) if isinstance(job, Digests) else self._encode(job, area)
         except (DeltackptError, OSError, ValueError, MemoryError) as error:
             return Failed(f"{type(error).__name__}: {error}", time.process_time())
 
@@ -127,9 +140,9 @@ class Helper:
         slot, at = divmod(piece[0], self._ring.slot_bytes)
         return self._ring.view(slot)[at : at + piece[1]]
 
-    def _ids(self, job: Digests) -> Ids:
-        ids = b"".join(blake3(self._chunk(piece)).digest() for piece in job.pieces)
-        return Ids(ids, time.process_time())
+    def _digest(self, job: Digests) -> Digested:
+        digests = tuple(digest(self._chunk(piece), job.seed) for piece in job.pieces)
+        return Digested(digests, time.process_time())
 
     def _encode(self, job: Encode, area: memoryview) -> Encoding:
         raw = self._chunk(job.piece)

@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from blake3 import blake3
-
 from deltackpt_store import codecs, coding_policy
 from deltackpt_store.codecs import Encoded
 from deltackpt_store.coding_policy import Outcome, Plan
 from deltackpt_store.encode_crew import Crew
-from deltackpt_store.encode_helper import Digests, Encode, Encoding, Ids, Piece
+from deltackpt_store.encode_helper import Digest, Digested, Digests, Encode, Encoding, Piece, digest
 from deltackpt_store.fileio import Buffer
-from deltackpt_store.manifest import ID_BYTES
 from deltackpt_store.references import Reference, References
 
 
@@ -73,10 +70,11 @@ class EncodeTask:
 
 
 class DigestTask:
-    """The ids of some chunks."""
+    """The ids of some chunks, and their change hashes of a seed."""
 
-    def __init__(self, views: Sequence[memoryview]) -> None:
+    def __init__(self, views: Sequence[memoryview], seed: int) -> None:
         self._views = views
+        self._seed = seed
 
     def job(self, crew: Crew) -> Digests | None:
         pieces: list[Piece] = []
@@ -85,10 +83,10 @@ class DigestTask:
             if piece is None:
                 return None
             pieces.append(piece)
-        return Digests(tuple(pieces))
+        return Digests(tuple(pieces), self._seed)
 
-    def here(self) -> list[bytes]:
-        return [blake3(view).digest() for view in self._views]
+    def here(self) -> Sequence[Digest]:
+        return [digest(view, self._seed) for view in self._views]
 
-    def done(self, reply: Ids, payload: memoryview) -> list[bytes]:
-        return [reply.ids[at : at + ID_BYTES] for at in range(0, len(reply.ids), ID_BYTES)]
+    def done(self, reply: Digested, payload: memoryview) -> Sequence[Digest]:
+        return reply.digests

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import NamedTuple, TypeVar
-
-from blake3 import blake3
 
 from deltackpt_store.codecs import Encoded
 from deltackpt_store.coding_policy import MAX_HURRY, CodingPolicy, Outcome
 from deltackpt_store.confirm import Confirmer
 from deltackpt_store.encode_crew import MOST_CORES, Crew
+from deltackpt_store.encode_helper import Digest
 from deltackpt_store.encode_tasks import DigestTask, EncodeTask
 from deltackpt_store.fetch import MAX_DEPTH
 from deltackpt_store.fileio import Buffer
@@ -26,7 +25,7 @@ _T = TypeVar("_T")
 _R = TypeVar("_R")
 
 _TOGETHER_BYTES = 512 * 1024  # less is not worth waking other processes for
-_TOGETHER = 4  # chunks whose ids are asked for in one go
+_TOGETHER = 4  # chunks whose digests are asked for in one go
 
 
 class Chunk(NamedTuple):
@@ -35,7 +34,7 @@ class Chunk(NamedTuple):
     `dtype` guides the encoding. `stream` names the tensor that the chunk is of: what pays is
     learned per name, and tried for each chunk without one. `reference` is the id of a chunk that
     it resembles. The first of `recipes` that holds and pays is used instead of all that; `learned`
-    is told what became of a prediction.
+    is told what became of a prediction. `id` is the chunk's id where it is known already.
     """
 
     raw: Buffer
@@ -44,6 +43,7 @@ class Chunk(NamedTuple):
     reference: bytes | None = None
     recipes: tuple[Recipe, ...] = ()
     learned: Callable[[Coded], None] | None = None
+    id: bytes | None = None
 
 
 Fresh = tuple[Chunk, memoryview]
@@ -100,28 +100,31 @@ class Encoder:
         if self._shadow:
             self.references.budget = max(self.references.budget, state_bytes)
 
-    def encodings(self, chunks: Mapping[bytes, Fresh], depth: Depth) -> dict[bytes, Encoded]:
-        """How to store each of these chunks, by id: as a recipe says, or as the policy sees fit."""
+    def encodings(self, chunks: Mapping[bytes, Fresh], depth: Depth) -> Iterator[Encoded]:
+        """How to store each of these chunks, in order: as a recipe says, or as the policy sees fit.
+
+        To be asked for the next when the one before has been dealt with: that is done beside.
+        """
         made = self._by_recipe(chunks, depth)
-        others = {
-            chunk_id: Job(raw, chunk.dtype, chunk.stream, self._usable(chunk.reference))
+        outcomes = self.encode([
+            Job(raw, chunk.dtype, chunk.stream, self._usable(chunk.reference))
             for chunk_id, (chunk, raw) in chunks.items()
             if chunk_id not in made
-        }
-        outcomes = self.encode(list(others.values()))
-        made.update(zip(others, (outcome.best for outcome in outcomes), strict=True))
-        return made
+        ])  # fmt: skip
+        for chunk_id in chunks:
+            encoded = made.get(chunk_id)
+            yield next(outcomes).best if encoded is None else encoded
 
-    def ids(self, views: Sequence[memoryview]) -> list[bytes]:
-        """The ids of chunks."""
-        helpers = self._helpers(views)
-        if not helpers:
-            return [blake3(view).digest() for view in views]
-        tasks = [DigestTask(views[i : i + _TOGETHER]) for i in range(0, len(views), _TOGETHER)]
-        return [chunk_id for ids in self._crew.run(tasks, helpers) for chunk_id in ids]
+    def digests(self, views: Sequence[memoryview], seed: int) -> list[Digest]:
+        """Ids and change hashes of chunks."""
+        tasks = [
+            DigestTask(views[i : i + _TOGETHER], seed) for i in range(0, len(views), _TOGETHER)
+        ]
+        results = self._crew.run(tasks, self._helpers(views))
+        return [digest for digests in results for digest in digests]
 
-    def encode(self, jobs: Sequence[Job]) -> list[Outcome]:
-        """Encode each chunk as the policy sees fit; results in order, may refer to `raw`."""
+    def encode(self, jobs: Sequence[Job]) -> Iterator[Outcome]:
+        """Encode each chunk as the policy sees fit; in order, may refer to `raw`."""
         began = time.perf_counter()
         tasks = [self._task(job) for job in jobs]
         results = self._crew.run(tasks, self._helpers([job.raw for job in jobs]))
@@ -136,8 +139,9 @@ class Encoder:
                 self.hurried_chunks += 1
                 self.hurried_bytes += size
             self.raw_bytes += size
-        self.seconds += time.perf_counter() - began
-        return [result.outcome for result in results]
+            self.seconds += time.perf_counter() - began
+            yield outcome
+            began = time.perf_counter()
 
     def _helpers(self, views: Sequence[memoryview]) -> int:
         """How many helpers to share work on these chunks with."""

@@ -29,6 +29,7 @@ class Arrived(NamedTuple):
     extent: int
     chunk: int
     raw: memoryview
+    id: bytes
 
 
 class Intake:
@@ -135,11 +136,11 @@ class Intake:
             self._follow(arrived, puts)
 
     def _chunk(self, save: PendingSave, one: Arrived, *, plain: bool) -> Chunk:
-        extent, chunk, raw = one
+        extent, chunk, raw, chunk_id = one
         spec = save.table.layout.extents[extent]
         # Parts of a large tensor may behave differently: rows of rare and of frequent tokens.
         stream = f"{chunk // STREAM_CHUNKS}:{save.extent_name(extent)}"
-        made = Chunk(raw, spec.dtype, stream, save.table.base(extent, chunk))
+        made = Chunk(raw, spec.dtype, stream, save.table.base(extent, chunk), id=chunk_id)
         if plain or not self._recipes:
             return made
         same: tuple[Recipe, ...] = self._derived.recipes(extent, chunk, raw)
@@ -155,7 +156,7 @@ class Intake:
         moved: list[Moved] = []
         rounded: list[tuple[Arrived, Put]] = []
         for one, put in zip(arrived, puts, strict=True):
-            self._derived.sample(*one)
+            self._derived.sample(one.extent, one.chunk, one.raw)
             if self._derived.feeds(one.extent):
                 rounded.append((one, put))
             move = self._predictor.put(one.extent, one.chunk, put.id, one.raw)
@@ -163,7 +164,7 @@ class Intake:
                 moved.append(move)
         self._move(moved)
         pieces = self._writer.encoder.map(
-            lambda item: self._derived.round(*item[0]),
+            lambda item: self._derived.round(item[0].extent, item[0].chunk, item[0].raw),
             rounded,
             sum(len(one.raw) for one, _ in rounded),
         )

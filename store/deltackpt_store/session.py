@@ -16,7 +16,6 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 import msgspec
-import xxhash
 
 from deltackpt_store import protocol
 from deltackpt_store.encode_crew import Crew
@@ -321,18 +320,24 @@ class RunWriter:
 
     def _stage(self, save: PendingSave, message: Slot) -> None:
         data = self._ring.view(message.slot)
-        arrived: list[Arrived] = []
-        for extent, chunk, offset, length, expected in protocol.unpack_records(message.records):
+        records = list(protocol.unpack_records(message.records))
+        pieces: list[memoryview] = []
+        for extent, chunk, offset, length, _ in records:
             save.check_place(extent, chunk, length)
             if offset + length > len(data):
                 raise InvalidInputError(
                     f"a staged chunk lies at {offset} + {length} of a slot of {len(data)} bytes",
                     kind="protocol",
                 )
-            raw = data[offset : offset + length]
-            if xxhash.xxh3_128_digest(raw, self._seed) != expected:
+            pieces.append(data[offset : offset + length])
+        arrived: list[Arrived] = []
+        digests = self._writer.digests(pieces, self._seed)
+        for (extent, chunk, *_, expected), raw, digest in zip(
+            records, pieces, digests, strict=True
+        ):
+            if digest.change != expected:
                 raise save.torn(extent, chunk)
-            arrived.append(Arrived(extent, chunk, raw))
+            arrived.append(Arrived(extent, chunk, raw, digest.id))
         self._intake.take(save, arrived)
 
     def _flush(self) -> bool:

@@ -13,10 +13,12 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 
 import msgspec
+from blake3 import blake3
 
 from deltackpt_store import codecs
 from deltackpt_store.confirm import Confirmer
 from deltackpt_store.encode_crew import Crew
+from deltackpt_store.encode_helper import Digest
 from deltackpt_store.encoder import Chunk as Chunk
 from deltackpt_store.encoder import Encoder
 from deltackpt_store.errors import (
@@ -195,7 +197,7 @@ class StoreWriter:
         if not self._heeding:
             self.heed()
         views = [_flat(chunk.raw) for chunk in chunks]
-        ids = self.encoder.ids(views)
+        ids = [chunk.id or blake3(view).digest() for chunk, view in zip(chunks, views, strict=True)]
         puts: list[Put | None] = []
         fresh: dict[bytes, tuple[Chunk, memoryview]] = {}
         for chunk, chunk_id, view in zip(chunks, ids, views, strict=True):
@@ -203,15 +205,19 @@ class StoreWriter:
             puts.append(put)
             if put is None:
                 fresh.setdefault(chunk_id, (chunk, view))
-        made = self.encoder.encodings(fresh, partial(self._holdings.depth, known={}))
+        encodings = self.encoder.encodings(fresh, partial(self._holdings.depth, known={}))
         written = {
-            chunk_id: self._append(chunk_id, view, made[chunk_id])
-            for chunk_id, (_, view) in fresh.items()
+            chunk_id: self._append(chunk_id, view, encoded)
+            for (chunk_id, (_, view)), encoded in zip(fresh.items(), encodings, strict=True)
         }
         return [  # of equal chunks in one call, the first is the one that was written
             put or written.pop(chunk_id, None) or self._holdings.unflushed(chunk_id)
             for chunk_id, put in zip(ids, puts, strict=True)
         ]
+
+    def digests(self, views: Sequence[memoryview], seed: int) -> list[Digest]:
+        """Ids of chunks that are to be put, and their change hashes of that seed."""
+        return self.encoder.digests(views, seed)
 
     def put_encoded(self, chunk_id: bytes, raw: memoryview, encoded: codecs.Encoded) -> Put:
         """Store a chunk in this form, also when the store holds it already.
