@@ -130,12 +130,16 @@ class WriterLink:
             client.close(0.0)
 
     def _wanted_ring(self, state_bytes: int) -> int:
-        """The smaller of 1x the state (and a slot per thread) and half of the free memory."""
+        """The smaller of half of the free memory and room for the whole state, as it is packed.
+
+        A slot wastes up to a chunk, and a chunk up to a page; only what is used takes memory. A
+        state that just did not fit would keep training waiting for the disk.
+        """
         options = self._options
         if options.ring_bytes is not None:
             return options.ring_bytes
         slot = max(SLOT_BYTES, options.chunk_bytes)
-        wanted = state_bytes + state_bytes // 50 + slot * (options.threads + 1)
+        wanted = state_bytes + state_bytes // 12 + slot * (options.threads + 1)
         if self._client is not None and wanted <= 1.25 * self._ring_bytes:
             return self._ring_bytes
         return max(_MIN_RING_BYTES, min(wanted, available_memory() // 2))
