@@ -26,6 +26,7 @@ from deltackpt_store.compact_report import NewBase as NewBase
 from deltackpt_store.compact_run import Compaction, Settings
 from deltackpt_store.compact_write import WORTH, Progress
 from deltackpt_store.errors import DeltackptError, InvalidInputError
+from deltackpt_store.linked import refuse_linked
 from deltackpt_store.oserror import storage_error
 from deltackpt_store.settling import ACK_SECONDS, Wait
 from deltackpt_store.store import Store
@@ -81,6 +82,7 @@ def compact(
         if dry_run:
             report = work.plan_only()
         else:
+            refuse_linked(io, store.path, "compact")
             with compaction_lock(io, store.path):
                 report = work.run(timeout, wait)
     except OSError as error:

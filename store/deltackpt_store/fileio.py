@@ -306,6 +306,21 @@ def make_directory(io: FileIO, path: str) -> None:
         io.sync_directory(os.path.dirname(path))
 
 
+def make_subdirectory(io: FileIO, path: str) -> None:
+    """As `make_directory`, for a folder of a store below its top ones.
+
+    ``OSError`` (ELOOP) when a symbolic link lies there: nothing is to be written behind it.
+    """
+    refuse_link(path)
+    make_directory(io, path)
+
+
+def refuse_link(path: str) -> None:
+    """``OSError`` (ELOOP) when `path` is a symbolic link."""
+    if is_link(path):
+        raise OSError(errno.ELOOP, "it is a symbolic link: nothing is written behind it", path)
+
+
 def publish_bytes(io: FileIO, path: str, data: Buffer | list[Buffer]) -> None:
     """Create `path` with `data`, durable on return, whole or not at all, never overwriting.
 

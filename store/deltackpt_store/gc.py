@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import partial
@@ -38,6 +39,7 @@ from deltackpt_store.generation import (
     read_generation,
     tidy_generations,
 )
+from deltackpt_store.linked import linked_folders
 from deltackpt_store.lost_commits import lost_commits, refuse_lost
 from deltackpt_store.mark import Marking, mark
 from deltackpt_store.names import RETIRED_SUFFIX, number_name, pack_path
@@ -194,13 +196,19 @@ class _Collection:
     def _mark(self, condemned: Collection[str], last: Generation) -> tuple[Roots, Marking, Doomed]:
         # Names first: what is published after they were listed is none of this collection's.
         lying = leftovers(self._io, self._root)
+        linked = linked_folders(self._io, self._root)
         roots = read_roots(self._store)
         self._miss(roots, last)
+        # What lies behind a link may go at any time: it is relied on only where nothing else is.
+        foreign = [name for name in self._store.packs.names() if _folder(name) in linked]
         marking = mark(
-            self._store, roots, avoid=self._avoid, condemned=condemned,
+            self._store, roots, avoid=self._avoid, condemned={*condemned, *foreign},
             progress=partial(self._progress, "marking"),
         )  # fmt: skip
-        return roots, marking, unneeded(self._store, roots, marking, lying)
+        doomed = unneeded(self._store, roots, marking, lying)
+        doomed.packs.difference_update(foreign)
+        doomed.commits = [one for one in doomed.commits if f"runs/{one.run}" not in linked]
+        return roots, marking, doomed
 
     def _miss(self, roots: Roots, last: Generation) -> None:
         """Refuse beside lost commits, or let them count as retired, so that the boundary of the
@@ -324,6 +332,10 @@ class _Collection:
         tidy_generations(self._io, self._root, newest)
         with contextlib.suppress(OSError):
             leases.held_commits(self._io, self._root, clean=True)
+
+
+def _folder(pack: str) -> str:
+    return os.path.dirname(pack_path(pack))
 
 
 def _final(doomed: Doomed, now: Doomed, generation: Generation, claims: leases.Claims) -> Doomed:

@@ -9,7 +9,7 @@ from threading import Event
 
 from deltackpt_store.encode_crew import Crew
 from deltackpt_store.errors import DeltackptError, NotFoundError
-from deltackpt_store.fileio import FileIO, make_directory
+from deltackpt_store.fileio import FileIO, make_subdirectory
 from deltackpt_store.leases import Lease
 from deltackpt_store.lmdb_index import open_index
 from deltackpt_store.names import check_name
@@ -46,7 +46,7 @@ def open_session(
     store = _open(path, hello.options, io)
     directory = os.path.join(store.path, "runs", hello.run)
     try:
-        make_directory(store.io, directory)
+        make_subdirectory(store.io, directory)
         lock = RunLock.acquire(
             directory, hello.run, timeout=hello.options.lock_timeout, cancelled=gone.wait
         )

@@ -17,6 +17,7 @@ _HINTS = {
     errno.EMFILE: "too many open files in this process: raise `ulimit -n`",
     errno.ENXIO: "something else lies in its place: move that away",
     errno.EISDIR: "something else lies in its place: move that away",
+    errno.ELOOP: "put the file or folder itself in place of the symbolic link",
     errno.ENAMETOOLONG: "that path is longer than the file system allows",
 }
 

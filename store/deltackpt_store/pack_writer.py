@@ -19,7 +19,7 @@ from deltackpt_store.fileio import (
     Buffer,
     FileIO,
     discard,
-    make_directory,
+    make_subdirectory,
     temporary_name,
 )
 from deltackpt_store.oserror import storage_error
@@ -226,7 +226,7 @@ class PackFile:
             raise
         try:
             if self._state == "new":
-                make_directory(self._io, os.path.dirname(self.path))
+                make_subdirectory(self._io, os.path.dirname(self.path))
                 self._handle = self._io.create(self._temporary)
                 self._state = "open"
             if self._handle is None:

@@ -53,6 +53,7 @@ from deltackpt_store.generation import (
 )
 from deltackpt_store.impact import DamageMap, NeededChunks
 from deltackpt_store.leases import Lease
+from deltackpt_store.linked import refuse_linked
 from deltackpt_store.lost_commits import LOST, LostCommit
 from deltackpt_store.manifest import Commit, Ids
 from deltackpt_store.names import is_pack_name, pack_path
@@ -154,6 +155,8 @@ def repair(
     others = [other for other in others if other.path != root]
     try:
         _check_is_store(io, root)
+        if not dry_run:
+            refuse_linked(io, root, "repair")
         with _lock(io, root, dry_run) as locked:
             work = _Repair(io, root, others, chunks, dry_run=dry_run, locked=locked)
             return work.run(wait or patience(timeout), progress, threads)

@@ -23,6 +23,7 @@ from deltackpt_store.errors import (
     NotFoundError,
     UnsupportedFormatError,
 )
+from deltackpt_store.fileio import refuse_link
 from deltackpt_store.history import Commits
 from deltackpt_store.leases import held_commits
 from deltackpt_store.manifest import Commit
@@ -166,6 +167,7 @@ def retire(store: Store, commits: Iterable[Commit]) -> None:
                 store.io.close(store.io.create(path))
 
         try:
+            refuse_link(directory)
             with_reserve(store.io, store.path, create)
         except OSError as error:
             raise storage_error(error, "retire the commit by", path) from error

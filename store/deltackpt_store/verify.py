@@ -19,6 +19,7 @@ from deltackpt_store.errors import (
     UnsupportedFormatError,
 )
 from deltackpt_store.impact import DamageMap, NeededChunks
+from deltackpt_store.linked import LINKED, linked_folders
 from deltackpt_store.lost_chunks import Lost, lost_chunks, read_back
 from deltackpt_store.lost_commits import LOST, lost_commits, read_boundary
 from deltackpt_store.manifest import Commit, Ids
@@ -27,6 +28,8 @@ from deltackpt_store.names import pack_path as relative_pack_path
 from deltackpt_store.pack_set import PackSet, is_gone
 from deltackpt_store.scrub import BadRecord, Progress, scrub
 from deltackpt_store.store import Store
+
+_ORPHAN = "no listed or pinned step names it"
 
 Level = Literal["structure", "chunks", "restore"]
 
@@ -66,8 +69,10 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 class VerifyReport(msgspec.Struct, frozen=True, kw_only=True):
     """What was checked, and everything that was found to be wrong.
 
-    `notes` are no damage: what retention and collection leave behind and no listed or pinned step
-    needs (packs that are gone but still named, records coded against chunks that are gone).
+    `notes` are no damage. Of kind pack or chunk: what retention and collection leave behind and no
+    listed or pinned step needs (packs that are gone but still named, records coded against chunks
+    that are gone). Of kind manifest: what no listed or pinned step names, and collection would take
+    away. Of kind store: folders that are symbolic links.
     """
 
     level: str
@@ -220,6 +225,7 @@ class _Verification:
             self._check_pins()
             self._check_lost(None)
             self._check_other_manifests()
+            self._check_links()
             count = len(runs)
         for name, (error, hits) in self._failed.items():
             self._found("manifest", name, error, hits)
@@ -297,6 +303,15 @@ class _Verification:
                 self._store.manifest(bytes.fromhex(name))
             except DeltackptError as error:
                 self._found("manifest", f"manifests/{name}", error)
+            else:
+                self._notes.append(_finding("manifest", f"manifests/{name}", _ORPHAN))
+
+    def _check_links(self) -> None:
+        try:
+            links = linked_folders(self._store.io, self._store.path)
+        except DeltackptError:
+            return  # what cannot be listed is a finding already
+        self._notes += [_finding("store", link, LINKED) for link in sorted(links)]
 
     def _decode_values(self) -> None:
         for commit in self._commits:

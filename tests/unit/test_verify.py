@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 from collections.abc import Iterator, Sequence
@@ -13,6 +14,7 @@ import msgspec
 import numpy as np
 import pytest
 from blake3 import blake3
+from click.testing import CliRunner
 from deltackpt_store import (
     Commit,
     CorruptionError,
@@ -29,12 +31,13 @@ from deltackpt_store import (
 from deltackpt_store.codecs import Codec, Encoded
 from deltackpt_store.gc import collect
 from deltackpt_store.impact import DamageMap, NeededChunks
-from deltackpt_store.manifest_io import encode_commit, to_base
+from deltackpt_store.manifest_io import digest_of, encode, encode_commit, to_base
 from deltackpt_store.names import number_name
 from deltackpt_store.pack import pack_name, pack_path
 from deltackpt_store.pack_writer import PackWriter
 from deltackpt_store.retention import retire
 from deltackpt_store.verify import Finding, VerifyReport, verify
+from deltackpt_tools.cli import cli
 from small_store import CHUNK, SmallStore, pattern
 
 LEVELS = ("structure", "chunks", "restore")
@@ -204,6 +207,38 @@ def test_five_damaged_blobs_across_three_steps(small: SmallStore) -> None:
         }
         assert report.damaged_steps == [("main", 1), ("main", 2), ("main", 3)]
         assert not report.ok
+
+
+def test_manifests_that_no_step_names_are_told_and_are_no_damage(small: SmallStore) -> None:
+    """Of saves that were killed before their commit, and of steps that retention let go of."""
+    commits = three_steps(small)
+    assert verify(small.store).notes == ()
+    retire(small.store, commits[2:])
+    path = small.store.path
+    broken_off = encode(
+        msgspec.structs.replace(small.store.manifest(commits[0].manifest), salt=b"x")
+    )
+    with open(f"{path}/manifests/{digest_of(broken_off).hex()}", "xb") as file:
+        file.write(broken_off)
+    orphans = {commits[2].manifest.hex(), digest_of(broken_off).hex()}
+    for level in LEVELS:
+        report = verify(Store.open(path), level=level)
+        assert report.ok
+        assert {(n.kind, n.name.rpartition("/")[2]) for n in report.notes} == {
+            ("manifest", name) for name in orphans
+        }
+    done = CliRunner().invoke(cli, ["verify", path])
+    assert done.exit_code == 0
+    assert "note: 2 manifests that no step names" in done.output
+    assert "deltackpt gc" in done.output
+    shown = json.loads(CliRunner().invoke(cli, ["verify", path, "--json"]).stdout)
+    assert shown["ok"]
+    assert [note["kind"] for note in shown["notes"]] == ["manifest", "manifest"]
+    assert verify(Store.open(path), run="main").notes == ()  # of one run only
+    small.close()
+    assert len(collect(Store.open(path)).manifests) == 2
+    assert verify(Store.open(path)).notes == ()
+    assert "note:" not in CliRunner().invoke(cli, ["verify", path]).output
 
 
 def test_a_chunk_with_another_copy_hits_nobody(small: SmallStore) -> None:

@@ -25,6 +25,7 @@ from deltackpt_tools.output import (
 from deltackpt_tools.progress import Progress
 from deltackpt_tools.stores import open_store
 
+_LEFT = ("pack", "chunk")  # kinds of notes on what collection left behind
 _SHOWN = 8  # tensors named per step in text
 
 
@@ -53,14 +54,33 @@ def _finding(finding: Finding) -> list[str]:
 
 
 def _notes(report: VerifyReport) -> list[str]:
-    """What collection left behind: no damage, and nothing is to be done about it."""
+    """What no step needs: no damage."""
     lines: list[str] = []
+    left = 0
     for note in report.notes:
         where = f" in {note.pack}" if note.pack else ""
-        lines.append(f"fine: {note.kind} {safe(note.name)}{where}: {safe(note.reason)}")
-    if lines:
+        left += note.kind in _LEFT
+        if note.kind != "store":
+            lines.append(f"fine: {note.kind} {safe(note.name)}{where}: {safe(note.reason)}")
+    if left:
+        lines.append(f"fine: {counted(left, 'thing')} that no step needs, left by collection")
+    return lines
+
+
+def _advice(report: VerifyReport) -> list[str]:
+    """What is no damage, and can be done something about."""
+    lines = [
+        f"note: {safe(note.name)}: {safe(note.reason)}; put the folder itself in its place"
+        for note in report.notes
+        if note.kind == "store"
+    ]
+    orphans = sum(note.kind == "manifest" for note in report.notes)
+    if orphans:
+        them = "it" if orphans == 1 else "them"
         lines.append(
-            f"fine: {counted(len(report.notes), 'thing')} that no step needs, left by collection"
+            f"note: {counted(orphans, 'manifest')} that no step names, of saves broken off or "
+            f"steps let go of: `deltackpt gc` takes {them} away (unless a save under way has just "
+            f"written {them})"
         )
     return lines
 
@@ -75,6 +95,7 @@ def _lines(report: VerifyReport, verbose: bool) -> list[str]:
     )
     if report.coverage is not None:
         lines += _coverage(report.coverage)
+    lines += _advice(report)
     if report.ok:
         lines.append("no damage found")
     else:
@@ -184,9 +205,7 @@ def _document(path: str, report: VerifyReport) -> dict[str, Any]:
     show_default=True,
     help="With --budget: report how much was checked in that time.",
 )
-@click.option(
-    "--verbose", is_flag=True, help="Also list what collection left behind, which is no damage."
-)
+@click.option("--verbose", is_flag=True, help="Also list what no step needs, which is no damage.")
 @json_option
 @click.pass_context
 def command(
