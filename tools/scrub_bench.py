@@ -1,11 +1,13 @@
-"""`deltackpt verify` against `borg check --verify-data` on the same bytes, in turns.
+"""`deltackpt verify` against `borg check` on the same bytes, in turns.
 
-    python tools/scrub_bench.py --borg /usr/bin/borg [--mb 600] [--rounds 5]
+    python tools/scrub_bench.py --borg /usr/bin/borg [--mb 2000] [--rounds 5]
 
 The bytes are one training state: half fp32 weights, a quarter bf16 weights, a quarter small
 integers. `--fp32` makes all of it fp32 weights. borg keeps them without encryption, with its
-default compression (lz4) and chunker. Prints ratios of medians. All files are in the page cache,
-as they have just been written: what is compared is the work of proving them.
+default compression (lz4) and chunker. Prints ratios of medians: to the default level of `verify`,
+which decodes every chunk and proves it by its id, as `borg check --verify-data` does, and to level
+records, which compares stored bytes with checksums, as `borg check --repository-only` does. All
+files are in the page cache, as they have just been written: what is compared is the work.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from deltackpt_store.verify import verify
 from numpy.typing import NDArray
 
 CHUNK = 256 * 1024
+VERIFY, RECORDS = "deltackpt verify", "deltackpt verify --level records"
 
 
 def state(megabytes: int, fp32: bool) -> list[tuple[str, NDArray[Any]]]:
@@ -75,7 +78,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--borg", default=shutil.which("borg"), help="the borg command")
-    parser.add_argument("--mb", type=int, default=600)
+    parser.add_argument("--mb", type=int, default=2000)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--fp32", action="store_true", help="only fp32 weights")
     parser.add_argument("--dir", help="where to work (default: the temporary directory)")
@@ -83,15 +86,20 @@ def main() -> None:
     if not options.borg:
         sys.exit("no borg: name it with --borg")
     with tempfile.TemporaryDirectory(dir=options.dir) as where:
-        compare(Path(where), options.borg, state(options.mb, options.fp32), options.rounds)
+        raw, stored = prepare(Path(where), state(options.mb, options.fp32))
+        compare(Path(where), options.borg, options.rounds)
+        print(f"{raw / 1e6:.0f} MB of tensors, {stored / 1e6:.0f} MB stored, {os.cpu_count()} CPUs")
 
 
-def compare(where: Path, borg: str, tensors: list[tuple[str, NDArray[Any]]], rounds: int) -> None:
-    raw = sum(values.nbytes for _, values in tensors)
+def prepare(where: Path, tensors: list[tuple[str, NDArray[Any]]]) -> tuple[int, int]:
+    """Files for borg and a store of the same; bytes of tensors, and bytes stored."""
     (where / "data").mkdir()
     for number, (_, values) in enumerate(tensors):
         values.tofile(where / "data" / f"{number}.bin")
-    stored = fill(where / "store", tensors)
+    return sum(values.nbytes for _, values in tensors), fill(where / "store", tensors)
+
+
+def compare(where: Path, borg: str, rounds: int) -> None:
     env = {**os.environ, "BORG_BASE_DIR": str(where / "home"), "BORG_REPO": str(where / "repo"),
            "BORG_UNKNOWN_UNENCRYPTED_REPO_ACCESS_IS_OK": "yes"}  # fmt: skip
 
@@ -101,23 +109,25 @@ def compare(where: Path, borg: str, tensors: list[tuple[str, NDArray[Any]]], rou
     run("init", "--encryption", "none")
     run("create", "::state", "data")
     contestants: dict[str, Callable[[], object]] = {
-        "deltackpt verify": lambda: verify(Store.open(where / "store")),
+        VERIFY: lambda: verify(Store.open(where / "store")),
+        RECORDS: lambda: verify(Store.open(where / "store"), level="records"),
         "borg check --verify-data": lambda: run("check", "--verify-data"),
         "borg check --archives-only --verify-data": lambda: run(
             "check", "--archives-only", "--verify-data"
         ),
+        "borg check --repository-only": lambda: run("check", "--repository-only"),
     }
     costs: dict[str, list[Cost]] = {name: [] for name in contestants}
     for _ in range(rounds):
         for name, work in contestants.items():
             costs[name].append(measured(work))
-    print(f"{raw / 1e6:.0f} MB of tensors, {stored / 1e6:.0f} MB stored, {os.cpu_count()} CPUs")
-    ours = costs["deltackpt verify"]
-    wall, cpu = (statistics.median(cost[i] for cost in ours) for i in (0, 1))
-    for name, each in costs.items():
-        slower = statistics.median(cost.wall for cost in each) / wall
-        dearer = statistics.median(cost.cpu for cost in each) / cpu
-        print(f"{name:42} time x {slower:5.1f}   processor time x {dearer:5.1f}")
+    for level, ours in (("chunks", VERIFY), ("records", RECORDS)):
+        wall, cpu = (statistics.median(cost[i] for cost in costs[ours]) for i in (0, 1))
+        for name, each in costs.items():
+            if name not in (VERIFY, RECORDS):
+                slower = statistics.median(cost.wall for cost in each) / wall
+                dearer = statistics.median(cost.cpu for cost in each) / cpu
+                print(f"{level:8} {name:42} time x {slower:5.1f}   processor time x {dearer:5.1f}")
 
 
 if __name__ == "__main__":

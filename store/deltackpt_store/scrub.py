@@ -62,25 +62,34 @@ def scrub(
     *,
     threads: int | None = None,
     progress: Progress | None = None,
+    prove: bool = True,
 ) -> list[BadRecord]:
     """Check every record of the packs `names` (known to `packs.index`); return the bad ones.
+
+    Without `prove` against their checksums alone, as a `Checker` does.
 
     Errors of reading (of any kind) count against the records they hit. `threads` workers (threads
     or processes; default: as many as there are processors) each take the memory of a `Checker`.
     """
-    return _Scrub(packs, names, threads, progress).run()
+    return _Scrub(packs, names, threads, progress, prove).run()
 
 
 class _Scrub:
     def __init__(
-        self, packs: PackSet, names: Sequence[str], threads: int | None, progress: Progress | None
+        self,
+        packs: PackSet,
+        names: Sequence[str],
+        threads: int | None,
+        progress: Progress | None,
+        prove: bool,
     ) -> None:
         self._packs = packs
+        self._prove = prove
         self._tables = [Table(n, e) for n in names if (e := packs.index.entries(n)) is not None]
-        self._kin = families(self._tables)
+        self._kin = families(self._tables if prove else ())
         stored = [int(t.entries.table["stored"].sum(dtype=np.int64)) for t in self._tables]
         self._total = sum(stored)
-        work = self._total + _DECODING * sum(map(_decoded, self._tables))
+        work = self._total + prove * _DECODING * sum(map(_decoded, self._tables))
         self._forks = work >= FORK_BYTES and _may_fork(packs.io)
         if self._forks:
             processors = len(os.sched_getaffinity(0))
@@ -163,7 +172,7 @@ class _Scrub:
         return pool
 
     def _checker(self) -> Checker:
-        return Checker(self._packs, self._tables, self._kin)
+        return Checker(self._packs, self._tables, self._kin, prove=self._prove)
 
 
 class _Start:

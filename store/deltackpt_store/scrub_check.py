@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
+from xxhash import xxh3_64_intdigest
 
 from deltackpt_store import codecs
 from deltackpt_store.errors import DeltackptError
@@ -19,6 +20,8 @@ from deltackpt_store.pack import (
     RECORD_BYTES,
     RECORD_MAGIC,
     Location,
+    RecordHead,
+    check_payload,
     decode_record,
     pack_path,
 )
@@ -33,6 +36,7 @@ from deltackpt_store.scrub_order import (
     Stretch,
     Table,
     Unit,
+    front_bytes,
     pieces,
 )
 
@@ -81,9 +85,16 @@ class Checked(NamedTuple):
 
 class Checker:
     """Checks units for one thread, with buffers of its own: about `FILL_BYTES` and `LENT_BYTES`,
-    or the largest record. Use as a context manager."""
+    or the largest record. Use as a context manager.
 
-    def __init__(self, packs: PackSet, tables: Sequence[Table], kin: Families) -> None:
+    Without `prove` what is stored is compared with the checksums that are stored with it, and
+    nothing is decoded: that finds what a disk has changed.
+    """
+
+    def __init__(
+        self, packs: PackSet, tables: Sequence[Table], kin: Families, *, prove: bool = True
+    ) -> None:
+        self._prove = prove
         self._packs = packs
         self._tables = tables
         self._kin = kin
@@ -91,6 +102,7 @@ class Checker:
         self._bad: list[BadRecord] = []
         self._told = set(packs.damaged)
         self._pieces: tuple[int, Pieces] | None = None
+        self._sums: dict[int, int] = {}  # checksums of raw payloads of that table, by row
         self._lent: set[bytes] = set()
         self._lent_bytes = 0
         self._buffers: dict[int, list[memoryview]] = {}  # free ones, by length
@@ -134,6 +146,7 @@ class Checker:
         if self._pieces is None or self._pieces[0] != number:
             kin = self._kin.row[self._kin.table == number]
             self._pieces = number, pieces(self._tables[number].entries, kin)
+            self._sums = {}
         return self._pieces[1]
 
     def _window(
@@ -147,20 +160,19 @@ class Checker:
                 self._alone(number, found.rows[i], found.kinds[i], found.starts[i],
                             found.lengths[i])  # fmt: skip
             return
-        fronts: list[int] = []
-        for i in range(first, end):
-            kind, row = found.kinds[i], found.rows[i]
-            if kind == RAW:
-                start = found.starts[i] - begin
-                if blake3(data[start : start + found.lengths[i]]).digest() != entries.id(row):
-                    self._note(number, row, mismatch(entries.id(row), pack))
-            elif kind == FRONT:
-                fronts.append(i)
-            else:
-                start = found.starts[i] - begin
-                self._piece(number, row, kind, data[start : start + found.lengths[i]])
+        fronts = [i for i in range(first, end) if found.kinds[i] == FRONT]
         if fronts:
             self._fronts(number, found, fronts, data, begin)
+        for i in range(first, end):
+            kind, row = found.kinds[i], found.rows[i]
+            if kind == FRONT:
+                continue
+            start = found.starts[i] - begin
+            piece = data[start : start + found.lengths[i]]
+            if kind != RAW or not self._prove:
+                self._piece(number, row, kind, piece)
+            elif blake3(piece).digest() != entries.id(row):
+                self._note(number, row, mismatch(entries.id(row), pack))
 
     def _fill(self, pack: str, data: memoryview, start: int) -> bool:
         try:
@@ -194,6 +206,9 @@ class Checker:
             )
             if same and zlib.crc32(data[start + 8 : start + RECORD_BYTES]) == crc
         }
+        if not self._prove:
+            sums = zip(whole, rows, _ints(heads["hash"]), strict=True)
+            self._sums.update({row: total for i, row, total in sums if i in good})
         for i in which:
             if i not in good:
                 start = found.starts[i] - begin
@@ -301,25 +316,42 @@ class Checker:
         try:
             if kind == FRONT:
                 path = pack_path(self._packs.root, pack)
-                head = decode_record(data, path, place.offset)
-                found = (head.id, head.codec, head.skip, head.raw, head.stored, head.refs)
-                if found != (chunk_id, *_declared(place)):
-                    raise unreadable(chunk_id, f"its record in {path} differs from the table")
+                _as_declared(decode_record(data, path, place.offset), chunk_id, place, path)
             elif kind == CODED:
                 self._decode(place, chunk_id, data, self._fetcher.output(place.raw))
-            elif place.stored != place.raw or blake3(data).digest() != chunk_id:
+            elif place.stored != place.raw or not self._raw_holds(number, row, place, data):
                 raise mismatch(chunk_id, pack)
         except DeltackptError as error:
             self._note(number, row, error, readable=kind == FRONT)
+
+    def _raw_holds(self, number: int, row: int, place: Location, data: memoryview) -> bool:
+        """Whether a raw payload has its id; or, without `prove`, its checksum."""
+        total = None if self._prove else self._sum(row, place)
+        if total is not None:
+            return xxh3_64_intdigest(data) == total
+        return blake3(data).digest() == self._tables[number].entries.id(row)
+
+    def _sum(self, row: int, place: Location) -> int | None:
+        """The checksum of a raw payload; None when the front that has it is damaged."""
+        if row not in self._sums:
+            front = memoryview(bytearray(front_bytes(place.header, len(place.refs))))
+            try:
+                self._fetcher.fill(place.pack, [front], place.offset, len(front))
+                self._sums[row] = decode_record(front).payload_hash
+            except DeltackptError:
+                return None
+        return self._sums[row]
 
     def _decode(self, place: Location, chunk_id: bytes, data: memoryview, out: memoryview) -> None:
         refs = b"".join(place.refs)
         found = bytes(data[_COUNT_AT : _COUNT_AT + 1])
         held = bytes(data[RECORD_BYTES : RECORD_BYTES + len(refs)])
-        if found != bytes([len(place.refs)]) or held != refs:
+        if not self._prove or found != bytes([len(place.refs)]) or held != refs:
             path = pack_path(self._packs.root, place.pack)
-            decode_record(data, path, place.offset)
-            raise unreadable(chunk_id, f"its record in {path} differs from the table")
+            head = decode_record(data, path, place.offset)
+            _as_declared(head, chunk_id, place, path)
+            check_payload(head, data[place.header :], path)
+            return
         self._fetcher.decode(Task(chunk_id, out, place), data[: place.header], data[place.header :])
 
     def _note(
@@ -332,8 +364,12 @@ class Checker:
         self._bad.append(BadRecord(pack, offset, chunk_id, readable, error, dangling))
 
 
-def _declared(place: Location) -> tuple[int, int, int, int, tuple[bytes, ...]]:
-    return place.codec, place.header, place.raw, place.stored, place.refs
+def _as_declared(head: RecordHead, chunk_id: bytes, place: Location, path: str) -> None:
+    """CorruptionError unless a record says what the table says of it."""
+    found = (head.id, head.codec, head.skip, head.raw, head.stored, head.refs)
+    declared = (place.codec, place.header, place.raw, place.stored, place.refs)
+    if found != (chunk_id, *declared):
+        raise unreadable(chunk_id, f"its record in {path} differs from the table")
 
 
 def _span(place: Location) -> tuple[int, int]:

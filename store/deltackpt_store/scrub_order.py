@@ -106,6 +106,11 @@ def spans(table: NDArray[Any]) -> tuple[Ints, Ints]:
     return np.where(raw, offset + header, offset), np.where(raw, stored, header + stored)
 
 
+def front_bytes(header: Any, refs: Any) -> Any:
+    """Bytes of a record's front that have all it says: numbers, or arrays of them."""
+    return np.minimum(header, RECORD_BYTES + refs * ID_BYTES + MAX_PARAMS)
+
+
 def pieces(entries: PackEntries, kin: NDArray[np.int32]) -> Pieces:
     """All pieces of a pack but for what the rows `kin` hold of chunks."""
     table = entries.table
@@ -118,10 +123,10 @@ def pieces(entries: PackEntries, kin: NDArray[np.int32]) -> Pieces:
     kind = np.where(raw[chunks], RAW, CODED)
     kind[raw[chunks] & (table["stored"] != table["raw"])[chunks]] = WRONG
     front = table[fronts]
-    most = RECORD_BYTES + front["refs"].astype(np.int64) * ID_BYTES + MAX_PARAMS
+    most = front_bytes(front["header"].astype(np.int64), front["refs"].astype(np.int64))
     row = np.concatenate([fronts, chunks])
     starts = np.concatenate([front["offset"].astype(np.int64), start])
-    lengths = np.concatenate([np.minimum(front["header"].astype(np.int64), most), length])
+    lengths = np.concatenate([most, length])
     kinds = np.concatenate([np.full(len(fronts), FRONT), kind])
     payload = np.concatenate([np.zeros(len(fronts), np.int64), table["stored"][chunks]])
     order = np.argsort(starts, kind="stable")

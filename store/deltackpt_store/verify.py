@@ -31,7 +31,7 @@ from deltackpt_store.store import Store
 
 _ORPHAN = "no listed or pinned step names it"
 
-Level = Literal["structure", "chunks", "restore"]
+Level = Literal["structure", "records", "chunks", "restore"]
 
 
 class Hit(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,10 +111,11 @@ def verify(
     """Check `store` (or only what `run` needs) and report all damage; never stops at the first.
 
     Levels, each including the ones before: ``structure`` checks every commit, manifest, pin and
-    pack table, recomputes roots, and looks up every chunk that a step needs; ``chunks`` reads every
-    record of every pack and proves it by its id; ``restore`` also reads the chunks of all steps
-    the way a restore does and decodes the plain values. Nothing is written, and nothing that
-    `store` remembers from earlier is trusted.
+    pack table, recomputes roots, and looks up every chunk that a step needs; ``records`` reads
+    every record of every pack and compares it with its checksums, which finds what has changed
+    since it was written; ``chunks`` decodes each and proves it by its id instead; ``restore`` also
+    reads the chunks of all steps the way a restore does and decodes the plain values. Nothing is
+    written, and nothing that `store` remembers from earlier is trusted.
 
     With `budget` (level ``chunks`` only) commits, manifests and tables are all checked, and of the
     packs as many as the budget allows, those first that were not checked for the longest time. That
@@ -180,7 +181,8 @@ class _Verification:
                 window=self._window, threads=threads, progress=progress,
             )  # fmt: skip
         elif level != "structure":
-            bad = scrub(self._packs, names, threads=threads, progress=progress)
+            prove = level != "records"
+            bad = scrub(self._packs, names, threads=threads, progress=progress, prove=prove)
         for name in names:  # tables are read again: these went bad meanwhile
             if name in self._packs.damaged:
                 self._bad_packs.setdefault(name, self._packs.damaged[name])

@@ -240,6 +240,42 @@ def test_a_file_cut_off_hits_only_what_was_in_its_end(star: Star, workers: int) 
     assert {b.id for b in bad if not b.dangling} == {last[0]}
 
 
+def test_checksums_alone_find_what_has_changed(star: Star, workers: int) -> None:
+    """Nothing is decoded, so only the damaged records themselves are told."""
+    assert scrub(star.packs(), star.names, threads=workers, prove=False) == []
+    tables = star.tables()
+    chosen: list[tuple[str, bytes, bool]] = []
+    for number, (name, entries) in enumerate(tables):
+        for row in (number, len(entries) - 1):
+            chosen.append((name, entries.id(row), False))
+    chosen.append((star.names[0], star.bases[3], True))
+    for name, chunk_id, front in chosen:
+        star.flip(name, chunk_id, front=front)
+    bad = scrub(star.packs(), star.names, threads=workers, prove=False)
+    assert told(bad) == {(name, chunk_id, front, False) for name, chunk_id, front in chosen}
+
+
+def test_a_payload_whose_front_is_damaged_is_proved_by_its_id(star: Star) -> None:
+    chunk_id = star.bases[0]
+    star.flip(star.names[0], chunk_id, front=True)
+    assert told(scrub(star.packs(), star.names, prove=False)) == {
+        (star.names[0], chunk_id, True, False)
+    }
+    star.flip(star.names[0], chunk_id)
+    assert told(scrub(star.packs(), star.names, prove=False)) == {
+        (star.names[0], chunk_id, False, False)
+    }
+
+
+@pytest.mark.parametrize("size", [1_000, 70_000])
+def test_checksums_are_found_in_whatever_unit_the_front_lies(star: Star, size: int) -> None:
+    star.flip(star.names[0], star.bases[2])
+    tables = star.tables()
+    with Checker(star.packs(), tables, families(()), prove=False) as checker:
+        bad = [b for unit in units(tables, families(()), size) for b in checker.check(unit).bad]
+    assert told(bad) == {(star.names[0], star.bases[2], False, False)}
+
+
 def test_no_row_is_odd_here(star: Star) -> None:
     assert not any(odd(table.entries.table).any() for table in star.tables())
 

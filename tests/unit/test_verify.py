@@ -40,7 +40,7 @@ from deltackpt_store.verify import Finding, VerifyReport, verify
 from deltackpt_tools.cli import cli
 from small_store import CHUNK, SmallStore, pattern
 
-LEVELS = ("structure", "chunks", "restore")
+LEVELS = ("structure", "records", "chunks", "restore")
 
 
 @pytest.fixture
@@ -454,7 +454,7 @@ def test_what_collection_leaves_is_no_damage(collected: SmallStore, level: Any) 
     assert not any(Path(collected.path, name).exists() for name in gone)
     assert all(restores(Store.open(collected.path), c) for c in collected.store.commits("main"))
     records = [n for n in report.notes if n.kind == "chunk"]
-    assert len(records) == (0 if level == "structure" else 2)
+    assert len(records) == (0 if level in ("structure", "records") else 2)
     assert verify(collected.store, level=level, run="main").ok
 
 

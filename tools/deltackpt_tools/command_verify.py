@@ -188,7 +188,8 @@ def _document(path: str, report: VerifyReport) -> dict[str, Any]:
     type=click.Choice(get_args(Level)),
     default="chunks",
     show_default=True,
-    help="structure: commits, manifests, tables. chunks: also every stored byte. "
+    help="structure: commits, manifests, tables. records: also every stored byte, against its "
+    "checksum. chunks: also decoded, against its id. "
     "restore: also read every step the way a restore does.",
 )
 @click.option("--run", help="Only what this run needs.")
