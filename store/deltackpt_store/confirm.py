@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 
 from deltackpt_store import codecs
@@ -40,6 +41,24 @@ class Confirmer:
         self.era += 1
         self.close()  # what is open may have been deleted
 
+    def confirmed(self, chunk_id: bytes) -> Location | None:
+        """The location of the chunk if it is confirmed already."""
+        return self._confirmed.get(chunk_id)
+
+    def unconfirmed(self, chunk_id: bytes) -> Location | None:
+        """Where the chunk is said to be, for somebody who reads it and then calls `confirm`."""
+        location = self._confirmed.get(chunk_id)
+        if location is not None:
+            return location
+        with contextlib.suppress(DeltackptError):
+            location = self._index.get(chunk_id)
+        return None if location is None or location.pack in self._absent else location
+
+    def confirm(self, chunk_id: bytes, location: Location) -> None:
+        """The chunk, which has no references, has been read from there."""
+        if location.pack not in self._absent:
+            self._remember(chunk_id, location)
+
     def find(self, chunk_id: bytes, depth: int = 0) -> Location | None:
         """The confirmed location of the chunk, or None."""
         known = self._confirmed.get(chunk_id)
@@ -67,11 +86,14 @@ class Confirmer:
                 continue
             if any(self.find(ref, depth + 1) is None for ref in location.refs):
                 return None
-            if len(self._confirmed) >= _MAX_REMEMBERED:
-                self._confirmed.clear()
-            self._confirmed[chunk_id] = location
+            self._remember(chunk_id, location)
             return location
         return None
+
+    def _remember(self, chunk_id: bytes, location: Location) -> None:
+        if len(self._confirmed) >= _MAX_REMEMBERED:
+            self._confirmed.clear()
+        self._confirmed[chunk_id] = location
 
     def content(self, chunk_id: bytes, location: Location) -> bytearray:
         """Read and decode the chunk, to compare bytes (OSError, CorruptionError)."""

@@ -19,13 +19,13 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
 import numpy as np
 
 from deltackpt_store import encode_helper
-from deltackpt_store.encode_helper import MESSAGE_BYTES, Failed, Job, Piece, Reply
+from deltackpt_store.encode_helper import MESSAGE_BYTES, Failed, Job, Piece, Reply, payload_bytes
 from deltackpt_store.ring import Ring
 
 _R_co = TypeVar("_R_co", covariant=True)
@@ -38,7 +38,7 @@ MOST_CORES = 4
 PATIENCE_SECONDS = 10.0
 """A helper that has jobs and says nothing for so long is given up; a job takes a millisecond."""
 
-_AHEAD = 2  # jobs that a helper has at a time, so that it need not wait for the next
+_AHEAD = 2  # messages that a helper has at a time, so that it need not wait for the next
 _END_SECONDS = 1.0
 
 
@@ -58,22 +58,31 @@ class Task(Protocol[_R_co]):
         ...
 
 
+class _Given(NamedTuple):
+    """What a message asks a helper for."""
+
+    number: int  # of the run
+    tasks: list[int]
+
+
 class _Helper:
     """One helper as the writer sees it."""
 
     def __init__(self, pid: int, sock: socket.socket, arena: memoryview, area: int) -> None:
         self.pid = pid
         self.sock = sock
-        self.jobs: deque[tuple[int, int]] = deque()  # round and task of each that it has now
+        self.given: deque[_Given] = deque()
         self.cpu_seconds = 0.0
         self._areas = deque(arena[at : at + area] for at in range(0, len(arena), area))
 
-    def give(self, message: bytes, which: tuple[int, int]) -> None:
+    def give(self, jobs: list[Job], given: _Given) -> None:
+        """OSError when it is not there any more."""
+        message = encode_helper.encode_message(jobs)
+        self.given.append(given)
         self.sock.send(message, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
-        self.jobs.append(which)
 
-    def reply(self) -> tuple[tuple[int, int], Reply, memoryview] | None:
-        """The next reply, to which task, and its payload; None when there is none yet.
+    def replies(self) -> tuple[_Given, list[Reply], memoryview] | None:
+        """The next replies, to what, and their payloads; None when there are none yet.
 
         Raises OSError and msgspec's errors when there will be no more.
         """
@@ -83,11 +92,11 @@ class _Helper:
             return None
         if not data:
             raise ConnectionError("it has ended")
-        reply = encode_helper.decode_reply(data)
-        self.cpu_seconds = reply.cpu_seconds
+        replies = encode_helper.decode_replies(data)
+        self.cpu_seconds = replies[-1].cpu_seconds
         area = self._areas[0]
         self._areas.rotate(-1)
-        return self.jobs.popleft(), reply, area
+        return self.given.popleft(), replies, area
 
     def kill(self) -> None:
         self.sock.close()
@@ -101,6 +110,7 @@ class Crew:
     def __init__(self) -> None:
         """A crew of none: see `hire`."""
         self._helpers: list[_Helper] = []
+        self._team: list[_Helper] = []  # those of them that take part in the run at hand
         self._gone: list[int] = []  # killed, perhaps not reaped yet
         self._round = 0
         self._cpu_seconds = 0.0  # of those that are gone
@@ -162,51 +172,55 @@ class Crew:
         goes wrong in a helper is done here instead. One run at a time.
         """
         self._round += 1
-        team = self._helpers[:helpers]
+        self._team = self._helpers[:helpers]
         results: dict[int, _R] = {}
         shared, own = deque(range(len(tasks))), deque[int]()
         for number in range(len(tasks)):
             while number not in results:
-                self._hand_out(team, tasks, shared, own)
-                here = own or shared
-                if here:
-                    task = here.popleft()
+                self._hand_out(tasks, shared, own)
+                if own or shared:
+                    task = (own or shared).popleft()
                     results[task] = tasks[task].here()
-                elif not self._wait(team):
-                    self._lose([helper for helper in team if helper.jobs], own, "does not answer")
-                for helper in list(team):
+                else:
+                    self._wait(own)
+                for helper in list(self._team):
                     self._collect(helper, tasks, results, own)
-                team = [helper for helper in team if helper in self._helpers]
             yield results.pop(number)
 
-    def _hand_out(
-        self, team: list[_Helper], tasks: Sequence[Task[_R]], shared: deque[int], own: deque[int]
-    ) -> None:
-        """Give helpers the tasks that come last, as long as there are others to do here."""
+    def _hand_out(self, tasks: Sequence[Task[_R]], shared: deque[int], own: deque[int]) -> None:
+        """Give helpers the tasks that come last, as long as there are others to do here.
+
+        Many at first, then fewer, so that all are ready at about the same time.
+        """
+        workers = len(self._team) + 1
         for ahead in range(_AHEAD):
-            for helper in team:
-                while len(shared) > 1 and len(helper.jobs) <= ahead:
-                    if ahead and len(shared) <= len(team) + 1:
-                        return  # near the end nobody is to wait for what another has in store
+            for helper in list(self._team):
+                if len(helper.given) > ahead or len(shared) <= (workers if ahead else 1):
+                    continue
+                given, jobs = _Given(self._round, []), list[Job]()
+                for _ in range(max(1, len(shared) // (2 * workers))):
                     task = shared.pop()
                     job = tasks[task].job(self)
                     if job is None:
                         own.append(task)
-                        continue
+                    else:
+                        given.tasks.append(task)
+                        jobs.append(job)
+                if jobs:
                     try:
-                        helper.give(encode_helper.encode_message(job), (self._round, task))
+                        helper.give(jobs, given)
                     except OSError as error:
-                        own.append(task)
-                        self._lose([helper], own, str(error))
-                        break
+                        self._lose(helper, own, str(error))
 
-    def _wait(self, team: list[_Helper]) -> bool:
-        """Until one of them has replied, or has ended; False after `PATIENCE_SECONDS`."""
+    def _wait(self, own: deque[int]) -> None:
+        """Until a helper has replied, or has ended; those that do neither are given up."""
+        busy = [helper for helper in self._team if helper.given]
         poll = select.poll()
-        for helper in team:
-            if helper.jobs:
-                poll.register(helper.sock, select.POLLIN)
-        return bool(poll.poll(1000 * PATIENCE_SECONDS))
+        for helper in busy:
+            poll.register(helper.sock, select.POLLIN)
+        if not poll.poll(1000 * PATIENCE_SECONDS):
+            for helper in busy:
+                self._lose(helper, own, "it does not answer")
 
     def _collect(
         self,
@@ -217,33 +231,34 @@ class Crew:
     ) -> None:
         """Take what the helper has done by now."""
         try:
-            while helper.jobs and (found := helper.reply()) is not None:
-                (number, task), reply, payload = found
-                if number != self._round:
-                    continue  # of a round that was given up
-                if isinstance(reply, Failed):
-                    _log.debug("not encoded by a helper: %s", reply.why)
-                    own.append(task)
-                else:
-                    results[task] = tasks[task].done(reply, payload)
+            while helper.given and (found := helper.replies()) is not None:
+                given, replies, payload = found
+                if given.number != self._round:
+                    continue  # of a run that was given up
+                for task, reply in zip(given.tasks, replies, strict=True):
+                    if isinstance(reply, Failed):
+                        _log.debug("not done by a helper: %s", reply.why)
+                        own.append(task)
+                    else:
+                        results[task] = tasks[task].done(reply, payload)
+                    payload = payload[payload_bytes(reply) :]
         except (OSError, msgspec.MsgspecError) as error:
-            self._lose([helper], own, str(error))
+            self._lose(helper, own, str(error))
 
-    def _lose(self, lost: list[_Helper], own: deque[int], why: str) -> None:
-        for helper in lost:
-            if helper not in self._helpers:
-                continue
-            self._helpers.remove(helper)
-            self._cpu_seconds += helper.cpu_seconds
-            helper.kill()
-            self._gone.append(helper.pid)
-            own.extend(task for number, task in helper.jobs if number == self._round)
-            helper.jobs.clear()
-            _log.warning(
-                "a process that helps the writer with encoding is given up (%s); %d are left",
-                why, len(self._helpers),
-            )  # fmt: skip
+    def _lose(self, helper: _Helper, own: deque[int], why: str) -> None:
+        """Go on without a helper: what it has been given is done here."""
+        self._helpers.remove(helper)
+        self._team.remove(helper)
+        self._cpu_seconds += helper.cpu_seconds
+        for given in helper.given:
+            own.extend(given.tasks if given.number == self._round else ())
+        helper.kill()
+        self._gone.append(helper.pid)
         self._gone = [pid for pid in self._gone if not _reaped(pid)]
+        _log.warning(
+            "a process that helps the writer with encoding is given up (%s); %d are left",
+            why, len(self._helpers),
+        )  # fmt: skip
 
     def close(self) -> None:
         """End the helpers: what they have in hand is of no use to anyone."""

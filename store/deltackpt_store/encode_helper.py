@@ -74,7 +74,10 @@ class Digested(msgspec.Struct, array_like=True, tag=1, frozen=True):
 
 
 class Encoding(msgspec.Struct, array_like=True, tag=2, frozen=True):
-    """An `Outcome`, its payload of `size` bytes being in the arena, and the reference's hash."""
+    """An `Outcome`, its payload of `size` bytes being in the arena.
+
+    `payload_hash` is that of what the reference was decoded from.
+    """
 
     codec: int
     params: bytes
@@ -97,21 +100,28 @@ Job = Digests | Encode
 Reply = Digested | Encoding | Failed
 
 encode_message = msgspec.msgpack.Encoder().encode
-decode_reply = msgspec.msgpack.Decoder(Reply).decode
-_decode_job = msgspec.msgpack.Decoder(Job).decode
+decode_replies = msgspec.msgpack.Decoder(list[Reply]).decode
+_decode_jobs = msgspec.msgpack.Decoder(list[Job]).decode
+
+
+def payload_bytes(reply: Reply) -> int:
+    """What the reply takes of the area."""
+    return reply.size if isinstance(reply, Encoding) else 0
 
 
 class Helper:
-    """Does the jobs that arrive at `sock`, in order. Payloads go to the areas of `arena` in turn.
+    """Does the jobs that arrive at `sock`, in order, and replies to each message with one.
 
-    It sees the ring of the writer, whose chunks stay as they are until it has replied.
+    The payloads of a message go to one area of `arena`, one after the other; those of the next to
+    the next area, in turn. It sees the ring of the writer, whose chunks stay as they are until it
+    has replied.
     """
 
     def __init__(self, sock: socket.socket, ring: Ring, arena: memoryview, area: int) -> None:
         self._sock = sock
         self._ring = ring
         self._areas = [arena[at : at + area] for at in range(0, len(arena), area)]
-        self._jobs = 0
+        self._messages = 0
         self._packs: OpenPacks | None = None
         self._era = 0
 
@@ -125,14 +135,17 @@ class Helper:
                 continue
             if not message:
                 return
-            self._sock.send(encode_message(self._reply(message)))
+            room = self._areas[self._messages % len(self._areas)]
+            self._messages += 1
+            replies: list[Reply] = []
+            for job in _decode_jobs(message):
+                replies.append(self._reply(job, room))
+                room = room[payload_bytes(replies[-1]) :]
+            self._sock.send(encode_message(replies))
 
-    def _reply(self, message: bytes) -> Reply:
-        area = self._areas[self._jobs % len(self._areas)]
-        self._jobs += 1
+    def _reply(self, job: Job, room: memoryview) -> Reply:
         try:
-            job = _decode_job(message)
-            return self._digest(job) if isinstance(job, Digests) else self._encode(job, area)
+            return self._digest(job) if isinstance(job, Digests) else self._encode(job, room)
         except (DeltackptError, OSError, ValueError, MemoryError) as error:
             return Failed(f"{type(error).__name__}: {error}", time.process_time())
 
@@ -144,7 +157,7 @@ class Helper:
         digests = tuple(digest(self._chunk(piece), job.seed) for piece in job.pieces)
         return Digested(digests, time.process_time())
 
-    def _encode(self, job: Encode, area: memoryview) -> Encoding:
+    def _encode(self, job: Encode, room: memoryview) -> Encoding:
         raw = self._chunk(job.piece)
         chunk = payload_hash = None
         ref = b""
@@ -155,7 +168,7 @@ class Helper:
         size = 0
         if best.codec != codecs.RAW:
             for part in best.payload:
-                area[size : size + len(part)] = part
+                room[size : size + len(part)] = part
                 size += len(part)
         return Encoding(best.codec, best.params, best.refs, size, tried, seconds, payload_hash,
                         time.process_time())  # fmt: skip

@@ -101,6 +101,9 @@ class Holdings:
 
     def _place(self, chunk_id: bytes) -> Location | None:
         """Where the chunk is stored, whole with what it is coded against; None when it is not."""
+        location = self._confirmer.confirmed(chunk_id)
+        if location is not None:
+            return location
         location = self._uncommitted.get(chunk_id)
         if location is not None and all(self._place(ref) for ref in location.refs):
             return location

@@ -87,8 +87,12 @@ class References:
         return self._confirmer.era
 
     def locate(self, chunk_id: bytes) -> Location | None:
-        """Where a usable reference lies, confirmed; None when there is none of this id."""
-        location = self._confirmer.find(chunk_id)
+        """Where a usable reference should lie; None when there is none of this id.
+
+        Confirmed where it will not be read any more.
+        """
+        find = self._confirmer.find if chunk_id in self._kept else self._confirmer.unconfirmed
+        location = find(chunk_id)
         return location if location is not None and not location.refs else None
 
     def reference(self, chunk_id: bytes, location: Location) -> Reference:
@@ -104,6 +108,7 @@ class References:
             return read_reference(self._confirmer.packs, reference)
         except (OSError, DeltackptError):
             self._confirmer.forget(reference.id)
+            self._confirmer.find(reference.id)  # drops what the index has wrong
             return None
 
     def learn(self, reference: Reference, payload_hash: int, chunk: memoryview | None) -> None:
@@ -111,6 +116,7 @@ class References:
         if len(self._proved) >= _MAX_PROVED:
             self._proved.clear()
         self._proved[reference.id] = payload_hash
+        self._confirmer.confirm(reference.id, reference.location)
         if chunk is not None:
             self.keep(reference.id, chunk, copy=False)
 
