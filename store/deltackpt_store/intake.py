@@ -22,6 +22,8 @@ from deltackpt_store.store_writer import Chunk, Put, StoreWriter
 STREAM_CHUNKS = 16
 """Neighbouring chunks of a tensor for which one choice of encoding is learned."""
 
+_MAX_STREAMS = 1 << 16
+
 
 class Arrived(NamedTuple):
     """A staged chunk whose change hash holds. `raw` stays as it is until the slots are released."""
@@ -46,6 +48,7 @@ class Intake:
         self._recipes = writer.encodes
         self._save: PendingSave | None = None
         self._aside: list[Arrived] = []
+        self._met: set[str] = set()  # streams of which a chunk has been put
 
     def begin(self, save: PendingSave, begin: Begin) -> None:
         """A save starts."""
@@ -124,9 +127,24 @@ class Intake:
             self._derived.feed(chunk, chunk_id, self._derived.round(extent, chunk, raw))
 
     def _put(self, save: PendingSave, arrived: Sequence[Arrived], *, plain: bool = False) -> None:
-        if not arrived:
-            return
-        chunks = [self._chunk(save, one, plain=plain) for one in arrived]
+        """Put chunks, first one of each stream of which nothing is known: the others are encoded as
+        it shows. Put together, each of them would be tried."""
+        first: list[tuple[Arrived, Chunk]] = []
+        rest: list[tuple[Arrived, Chunk]] = []
+        for one in arrived:
+            chunk = self._chunk(save, one, plain=plain)
+            (rest if chunk.stream in self._met else first).append((one, chunk))
+            self._met.add(chunk.stream)
+        if len(self._met) > _MAX_STREAMS:
+            self._met.clear()
+        for part in (first, rest) if self._recipes else (first + rest,):
+            if part:
+                self._store(save, part, plain=plain)
+
+    def _store(
+        self, save: PendingSave, pairs: Sequence[tuple[Arrived, Chunk]], *, plain: bool
+    ) -> None:
+        arrived, chunks = [one for one, _ in pairs], [chunk for _, chunk in pairs]
         puts = self._writer.put_many(chunks)
         for one, chunk, put in zip(arrived, chunks, puts, strict=True):
             save.record(one.extent, one.chunk, len(one.raw), put, self._writer.packs_of(put))
