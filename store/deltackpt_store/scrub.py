@@ -142,17 +142,16 @@ class _Scrub:
 
     @contextmanager
     def _crew(self) -> Generator[Executor]:
-        crew = self._processes() if self._forks else None
-        with ExitStack() as checkers:
+        with ExitStack() as checkers, ExitStack() as ending:
 
             def enter() -> None:
                 _mine.checker = checkers.enter_context(self._checker())
 
-            crew = crew or ThreadPoolExecutor(self._workers, "deltackpt-scrub", enter)
-            try:
-                yield crew
-            finally:
-                crew.shutdown(cancel_futures=True)
+            with _uninterrupted():
+                crew = self._processes() if self._forks else None
+                crew = crew or ThreadPoolExecutor(self._workers, "deltackpt-scrub", enter)
+                ending.callback(crew.shutdown, cancel_futures=True)
+            yield crew
 
     def _processes(self) -> Executor | None:
         """Forked workers; None where there is no room for them, or no semaphores."""
@@ -191,6 +190,16 @@ class _Start:
             os._exit(1)
         gc.freeze()  # what is inherited stays shared
         _mine.checker = self._checker
+
+
+@contextmanager
+def _uninterrupted() -> Generator[None]:
+    """No Ctrl-C meanwhile, for this thread and for what is forked off; it comes afterwards here."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 _mine = threading.local()

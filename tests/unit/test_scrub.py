@@ -348,6 +348,25 @@ def test_an_interrupt_ends_all_processes(star: Star) -> None:
 
 
 @pytest.mark.usefixtures("forking")
+def test_an_interrupt_while_they_start_is_not_lost(
+    star: Star, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It reaches a child before that can say that it does not want it."""
+    before, fork = children(), os.fork
+
+    def interrupted() -> int:
+        child = fork()
+        os.kill(os.getpid(), signal.SIGINT)  # both of them
+        return child
+
+    monkeypatch.setattr(os, "fork", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        scrub(star.packs(), star.names, threads=2)
+    assert children() == before
+    assert "Traceback" not in capfd.readouterr().err
+
+
+@pytest.mark.usefixtures("forking")
 def test_without_processes_threads_do_it(star: Star, monkeypatch: pytest.MonkeyPatch) -> None:
     """No semaphores, no memory for another process, or threads that may hold locks."""
 
