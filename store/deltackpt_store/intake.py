@@ -8,7 +8,7 @@ the slots are to be released; it is then stored like any other.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -68,16 +68,14 @@ class Intake:
             self._put(save, arrived, plain=True)
             return
         waiting, self._aside = [*self._aside, *arrived], []
-        firsts = [one for one in waiting if self._predictor.is_first(one.extent)]
-        if firsts:
-            waiting = [one for one in waiting if not self._predictor.is_first(one.extent)]
-            self._put(save, firsts)
-        ready = [one for one in waiting if not self._waits(one)]
-        waiting = [one for one in waiting if self._waits(one)]
+        ready, waiting = _parted(waiting, lambda one: self._predictor.is_first(one.extent))
         self._put(save, ready)
-        # What has just been put may be what the others wait for.
-        self._put(save, [one for one in waiting if not self._waits(one)])
-        self._aside = [one for one in waiting if self._waits(one)]
+        while waiting:
+            ready, waiting = _parted(waiting, lambda one: not self._waits(one))
+            if not ready:
+                break
+            self._put(save, ready)  # perhaps what the others wait for
+        self._aside = waiting
 
     def settle(self, *, complete: bool = False) -> None:
         """Put what is aside: the slots are about to be released, or the save is `complete`.
@@ -191,3 +189,14 @@ class Intake:
 
     def _move(self, moved: Sequence[Moved]) -> None:
         self._writer.encoder.map(lambda one: one.work(), moved, sum(one.nbytes for one in moved))
+
+
+def _parted(
+    arrived: Sequence[Arrived], condition: Callable[[Arrived], bool]
+) -> tuple[list[Arrived], list[Arrived]]:
+    """Those for which `condition` holds, and the others."""
+    yes: list[Arrived] = []
+    no: list[Arrived] = []
+    for one in arrived:
+        (yes if condition(one) else no).append(one)
+    return yes, no
