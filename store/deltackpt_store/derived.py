@@ -63,7 +63,7 @@ class _Target:
 
 
 class Derived:
-    """Recipes for 16-bit chunks. Used by one thread but for :meth:`round`.
+    """Recipes for 16-bit chunks. Used by one thread.
 
     Within one save, float32 chunks are fed before the 16-bit chunks that follow from them are asked
     about. Rounded elements are held in memory until those of one 16-bit chunk are together.
@@ -129,7 +129,7 @@ class Derived:
             self._samples[extent] = np.frombuffer(raw[: 4 * _SAMPLE], "<u4").copy()
 
     def round(self, extent: int, chunk: int, raw: memoryview) -> list[tuple[Place, list[bytes]]]:
-        """The rounded pieces of a float32 chunk, by 16-bit chunk. Any thread."""
+        """The rounded pieces of a float32 chunk, by 16-bit chunk."""
         pieces: list[tuple[Place, list[bytes]]] = []
         first = chunk * self._specs[extent].chunk_bytes
         for number in self._by_source.get(extent, ()):

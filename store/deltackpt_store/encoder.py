@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from deltackpt_store.codecs import Encoded
 from deltackpt_store.coding_policy import MAX_HURRY, CodingPolicy, Outcome
@@ -17,12 +16,8 @@ from deltackpt_store.encode_tasks import DigestTask, EncodeTask
 from deltackpt_store.fetch import MAX_DEPTH
 from deltackpt_store.fileio import Buffer
 from deltackpt_store.idle import IdleCores
-from deltackpt_store.pack import Location
 from deltackpt_store.recipes import Attempt, Coded, Recipe, Same, attempt
 from deltackpt_store.references import References
-
-_T = TypeVar("_T")
-_R = TypeVar("_R")
 
 _TOGETHER_BYTES = 512 * 1024  # less is not worth waking other processes for
 _TOGETHER = 4  # chunks whose digests are asked for in one go
@@ -54,12 +49,12 @@ Depth = Callable[[tuple[bytes, ...]], int]
 
 
 class Job(NamedTuple):
-    """One chunk to encode. `reference` is a chunk that it may be coded against."""
+    """One chunk to encode. `reference` is the id of a chunk that it may be coded against."""
 
     raw: memoryview
     dtype: str
     stream: str
-    reference: tuple[bytes, Location] | None
+    reference: bytes | None
 
 
 class Encoder:
@@ -85,7 +80,6 @@ class Encoder:
             self.references.budget = max(shadow, self.references.budget)
         self._crew = Crew() if crew is None else crew
         self._idle = IdleCores(MOST_CORES, self._cpu_seconds)
-        self._pool: ThreadPoolExecutor | None = None
         self.seconds = 0.0
         self.raw_bytes = 0
         self.hurried_bytes = self.hurried_chunks = 0
@@ -107,7 +101,7 @@ class Encoder:
         """
         made = self._by_recipe(chunks, depth)
         outcomes = self.encode([
-            Job(raw, chunk.dtype, chunk.stream, self._usable(chunk.reference))
+            Job(raw, chunk.dtype, chunk.stream, chunk.reference)
             for chunk_id, (chunk, raw) in chunks.items()
             if chunk_id not in made
         ])  # fmt: skip
@@ -165,9 +159,8 @@ class Encoder:
                         work[chunk_id] = Attempt(raw, recipe, self.policy.entropy, limit)
                 if chunk_id in made or chunk_id in work:
                     break
-        attempts = list(work.values())
-        coded = self.map(attempt, attempts, sum(len(item.raw) for item in attempts))
-        for chunk_id, result in zip(work, coded, strict=True):
+        for chunk_id, one in work.items():
+            result = attempt(one)
             if result.encoded is not None:
                 made[chunk_id] = result.encoded
             learned = chunks[chunk_id][0].learned
@@ -175,17 +168,11 @@ class Encoder:
                 learned(result)
         return made
 
-    def _usable(self, reference: bytes | None) -> tuple[bytes, Location] | None:
-        if reference is None:
-            return None
-        location = self.references.locate(reference)
-        return None if location is None else (reference, location)
-
     def _task(self, job: Job) -> EncodeTask:
-        raw, dtype, stream, found = job
+        raw, dtype, stream, chunk_id = job
         reference = None
-        if found is not None and self.policy.wants_reference(stream):
-            reference = self.references.reference(*found)
+        if chunk_id is not None and self.policy.wants_reference(stream):
+            reference = self.references.find(chunk_id)
         plan = partial(self.policy.plan, stream, len(raw), dtype)
         return EncodeTask(
             raw, plan(reference=reference is not None), reference, self.references,
@@ -196,25 +183,6 @@ class Encoder:
         """A chunk that later ones may be coded against: with a shadow, keep a copy of it."""
         if self._shadow:
             self.references.keep(chunk_id, raw, copy=True)
-
-    def map(self, function: Callable[[_T], _R], items: Sequence[_T], size: int) -> list[_R]:
-        """`function` of each item, in idle cores when `size` bytes are worth it."""
-        threads = self._idle.count() if size >= _TOGETHER_BYTES and len(items) > 1 else 1
-        if threads == 1:
-            return [function(item) for item in items]
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(4, thread_name_prefix="deltackpt-encode")
-        step = -(-len(items) // threads)
-        slices = [items[i : i + step] for i in range(0, len(items), step)]
-
-        def work(part: Sequence[_T]) -> list[_R]:
-            return [function(item) for item in part]
-
-        futures = [self._pool.submit(work, part) for part in slices[1:]]
-        done = work(slices[0])
-        for future in futures:
-            done += future.result()
-        return done
 
     def hurry(self, busy_seconds: float, written: int) -> None:
         """The caller falls behind: encode less, if that is what takes the time and not the disk.
@@ -237,8 +205,3 @@ class Encoder:
     def ease(self) -> None:
         """The caller keeps up: take a step back from what `hurry` gave up."""
         self.policy.hurry = max(0, self.policy.hurry - 1)
-
-    def close(self) -> None:
-        if self._pool is not None:
-            self._pool.shutdown()
-            self._pool = None

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from deltackpt_store.derived import Derived
 from deltackpt_store.pending_save import PendingSave
-from deltackpt_store.prediction import Moved, Predictor
+from deltackpt_store.prediction import Predictor
 from deltackpt_store.protocol import Begin
 from deltackpt_store.recipes import Recipe
 from deltackpt_store.store_writer import Chunk, Put, StoreWriter
@@ -89,8 +89,8 @@ class Intake:
         if not complete:
             self._put(save, waiting)
             return
-        moved = [self._predictor.unchanged(one.extent, one.chunk) for one in waiting]
-        self._move([move for move in moved if move is not None])
+        for one in waiting:
+            self._predictor.unchanged(one.extent, one.chunk)
         missing = [bool(self._derived.missing(one.extent, one.chunk)) for one in waiting]
         self._put(save, [one for one, half in zip(waiting, missing, strict=True) if not half])
         halves = [one for one, half in zip(waiting, missing, strict=True) if half]
@@ -169,26 +169,12 @@ class Intake:
 
     def _follow(self, arrived: Sequence[Arrived], puts: Sequence[Put]) -> None:
         """Let what has been put help with what is to come."""
-        moved: list[Moved] = []
-        rounded: list[tuple[Arrived, Put]] = []
         for one, put in zip(arrived, puts, strict=True):
             self._derived.sample(one.extent, one.chunk, one.raw)
+            self._predictor.put(one.extent, one.chunk, put.id, one.raw)
             if self._derived.feeds(one.extent):
-                rounded.append((one, put))
-            move = self._predictor.put(one.extent, one.chunk, put.id, one.raw)
-            if move is not None:
-                moved.append(move)
-        self._move(moved)
-        pieces = self._writer.encoder.map(
-            lambda item: self._derived.round(item[0].extent, item[0].chunk, item[0].raw),
-            rounded,
-            sum(len(one.raw) for one, _ in rounded),
-        )
-        for (one, put), of_one in zip(rounded, pieces, strict=True):
-            self._derived.feed(one.chunk, put.id, of_one)
-
-    def _move(self, moved: Sequence[Moved]) -> None:
-        self._writer.encoder.map(lambda one: one.work(), moved, sum(one.nbytes for one in moved))
+                pieces = self._derived.round(one.extent, one.chunk, one.raw)
+                self._derived.feed(one.chunk, put.id, pieces)
 
 
 def _parted(

@@ -11,9 +11,7 @@ stored otherwise; after `STEPS` steps a new one follows, so a restore replays no
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -37,13 +35,6 @@ _SIT_OUT = 16  # anchors for which a tensor that cannot be predicted is left alo
 
 FIRST, SECOND, WEIGHT, LARGEST = range(4)
 """exp_avg, exp_avg_sq, the weight, max_exp_avg_sq."""
-
-
-class Moved(NamedTuple):
-    """A new chunk of exp_avg, to move on what belongs to it. `work` may run in any thread."""
-
-    work: Callable[[], None]
-    nbytes: int
 
 
 class _Chain:
@@ -234,26 +225,22 @@ class Predictor:
         # Planes that are noise once are looked at again now and then.
         tried.noise = coded.noise if kind == FIRST and tried.tried % 16 else 0
 
-    def put(self, extent: int, chunk: int, chunk_id: bytes, raw: memoryview) -> Moved | None:
-        """A chunk has been put; do what `Moved` says before the chunks that wait are asked about.
-
-        `raw` may be looked at until then only.
-        """
+    def put(self, extent: int, chunk: int, chunk_id: bytes, raw: memoryview) -> None:
+        """A chunk has been put: move on, or remember, what follows from it."""
         group, kind, chain = self._find(extent, chunk)
         if group is None or group.length is None:
-            return None
+            return
         if group.step is None:
             self._keep(group, kind, chunk, chunk_id, raw)
         elif kind == FIRST and chain is not None and chain.at == self._save - 1:
-            return self._move(group, chain, chunk_id, raw)
-        return None
+            self._move(group, chain, chunk_id, raw)
 
-    def unchanged(self, extent: int, chunk: int) -> Moved | None:
+    def unchanged(self, extent: int, chunk: int) -> None:
         """exp_avg has not changed in a chunk that others wait for: move these on all the same."""
         group, _, chain = self._find(extent, chunk)
         if group is None or chain is None or group.step is None or chain.at != self._save - 1:
-            return None
-        return self._move(group, chain, chain.firsts[-1], None)
+            return
+        self._move(group, chain, chain.firsts[-1], None)
 
     def _find(self, extent: int, chunk: int) -> tuple[_Group | None, int, _Chain | None]:
         place = self._places.get(extent)
@@ -284,15 +271,14 @@ class Predictor:
         else:
             kept[:] = values
 
-    def _move(self, group: _Group, chain: _Chain, chunk_id: bytes, raw: memoryview | None) -> Moved:
+    def _move(self, group: _Group, chain: _Chain, chunk_id: bytes, raw: memoryview | None) -> None:
         assert group.step is not None
         assert group.betas is not None
         chain.at = self._save
         chain.firsts.append(chunk_id)
         chain.steps.append(group.step)
         chain.known = {kind: kept for kind, kept in chain.known.items() if kind in chain.anchors}
-        size = 4 * len(chain.known) * len(chain.known[FIRST])
-        return Moved(partial(_advance, group.betas, group.step, chain.known, raw), size)
+        _advance(group.betas, group.step, chain.known, raw)
 
 
 def _advance(betas: Betas, step: Step, known: dict[int, Floats], raw: memoryview | None) -> None:

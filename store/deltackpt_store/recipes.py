@@ -63,7 +63,7 @@ class Coded(NamedTuple):
 
 
 def attempt(work: Attempt) -> Coded:
-    """Code the difference to a prediction. Any thread; refers to `raw` itself."""
+    """Code the difference to a prediction; refers to `raw` itself."""
     raw, near, entropy, limit = work
     coded = encode_delta(raw, near.prediction, near.width, entropy, near.noise)
     if coded.stored + len(near.front) + REF_BYTES * len(near.refs) > limit:

@@ -86,20 +86,18 @@ class References:
         """As that of `Confirmer`."""
         return self._confirmer.era
 
-    def locate(self, chunk_id: bytes) -> Location | None:
-        """Where a usable reference should lie; None when there is none of this id.
+    def find(self, chunk_id: bytes) -> Reference | None:
+        """What is known of the chunk; None when it does not serve. Nothing is read.
 
-        Confirmed where it will not be read any more.
+        The location is confirmed only where the chunk will not be read any more.
         """
-        find = self._confirmer.find if chunk_id in self._kept else self._confirmer.unconfirmed
-        location = find(chunk_id)
-        return location if location is not None and not location.refs else None
-
-    def reference(self, chunk_id: bytes, location: Location) -> Reference:
-        """What is known of the chunk, which `locate` found; nothing is read."""
         kept = self._kept.get(chunk_id)
         if kept is not None:
             self._kept.move_to_end(chunk_id)
+        confirmer = self._confirmer
+        location = confirmer.unconfirmed(chunk_id) if kept is None else confirmer.find(chunk_id)
+        if location is None or location.refs:
+            return None
         return Reference(chunk_id, location, self._proved.get(chunk_id), kept)
 
     def read(self, reference: Reference) -> Read | None:

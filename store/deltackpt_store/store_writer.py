@@ -436,7 +436,6 @@ class StoreWriter:
         if self._closed or os.getpid() != self._pid:
             return
         self._output.close()
-        self.encoder.close()
         self._confirmer.close()
         self._standing.close()
         self._closed = True
