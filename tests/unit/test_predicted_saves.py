@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from deltackpt_store import codecs
 from deltackpt_store.store import Store
 from deltackpt_store.verify import verify
 from torch import nn
@@ -112,6 +113,28 @@ def test_every_variant_is_predicted(tmp_path: Path, name: str, mixed: bool) -> N
     if mixed:
         assert reports[5].codecs["cast"] >= 2
     check(tmp_path / "s", one, make, 5)
+
+
+def test_verification_decodes_each_record_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What all chunks of a step, or of steps with one anchor, need is not decoded for each."""
+    train(tmp_path / "s", Mixed(adamw(), mixed=True), 6)
+    store = Store.open(tmp_path / "s")
+    tables = [store.index().entries(name) for name in store.packs.names()]
+    coded = sum(int((table.table["codec"] > 0).sum()) for table in tables if table is not None)
+    predicted = sum(int((table.table["refs"] > 1).sum()) for table in tables if table is not None)
+    assert predicted >= 30
+    decoded: list[int] = []
+    decode = codecs.decode
+
+    def counted(codec: int, *arguments: Any) -> None:
+        decoded.append(codec)
+        decode(codec, *arguments)
+
+    monkeypatch.setattr(codecs, "decode", counted)
+    assert verify(Store.open(tmp_path / "s"), threads=1).ok
+    assert len(decoded) == coded
 
 
 OTHERS: dict[str, Make] = {
