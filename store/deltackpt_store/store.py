@@ -353,7 +353,7 @@ def _refuse_foreign(io: FileIO, path: str) -> None:
 
 
 def _is_foreign(name: str) -> bool:
-    return not (name.startswith(PROBE_PREFIX) or name == "location")
+    return not (name.startswith((PROBE_PREFIX, TEMPORARY_PREFIX)) or name == "location")
 
 
 def _probe(io: FileIO, path: str, mode: int | None) -> None:

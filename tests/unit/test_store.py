@@ -29,6 +29,7 @@ from deltackpt_store import (
     Store,
     UnsupportedFormatError,
 )
+from deltackpt_store.location import PROBE_PREFIX
 from deltackpt_store.store import DIRECTORIES
 from deltackpt_store.verify import verify
 from small_store import SmallStore, pattern
@@ -545,3 +546,16 @@ def test_used_after_fork(small: SmallStore) -> None:
         children.append(child)
     assert [os.waitpid(child, 0)[1] for child in children] == [0] * 4
     assert content(small.store, head) == expected
+
+
+def test_what_an_unfinished_create_left_is_in_nobodys_way(tmp_path: Path) -> None:
+    """A training that was killed while it made its store must be able to start again."""
+    for name in ("packs", f"cache/{PROBE_PREFIX}0/dir"):
+        (tmp_path / "store" / name).mkdir(parents=True)
+    (tmp_path / "store/cache/.tmp-5eada49a1609-location").touch()
+    store = Store.create(tmp_path / "store")
+    assert store.runs() == []
+    (tmp_path / "other/cache").mkdir(parents=True)
+    (tmp_path / "other/cache/mine").touch()
+    with pytest.raises(InvalidInputError):
+        Store.create(tmp_path / "other")
