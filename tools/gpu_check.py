@@ -321,6 +321,9 @@ class EndlessRing:
     def view(self, slot: int) -> memoryview:
         return self.ring.view(slot)
 
+    def put(self, slot: int, at: int, data: memoryview) -> None:
+        self.ring.put(slot, at, data)
+
     def slot(self, save: int, slot: int, records: bytes) -> None:
         self.free.append(slot)
 
