@@ -52,7 +52,9 @@ class Confirmer:
             return location
         with contextlib.suppress(DeltackptError):
             location = self._index.get(chunk_id)
-        return None if location is None or location.pack in self._absent else location
+        if location is not None and location.pack in self._absent:
+            return self.find(chunk_id)  # it may have been moved
+        return location
 
     def confirm(self, chunk_id: bytes, location: Location) -> None:
         """The chunk, which has no references, has been read from there."""
