@@ -1,4 +1,4 @@
-"""Figures that tests tell, summed up and printed at the end of a run.
+"""What tests of all folders share: figures, and runs that repeat exactly.
 
 `figure("kills survived", 1)` in a test; figures of tests that pass are added up by name, over all
 processes of the run, and printed under "figures" (docs/durability.md names them). Figures called
@@ -7,6 +7,7 @@ processes of the run, and printed under "figures" (docs/durability.md names them
 
 from __future__ import annotations
 
+import secrets
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +23,32 @@ def figure(request: pytest.FixtureRequest) -> Figure:
         request.node.user_properties.append(("figure", (name, value)))
 
     return tell
+
+
+@pytest.fixture
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packs are written by the thread that saves: file calls come in the same order every time."""
+    from deltackpt_store.io_thread import IoThread
+
+    monkeypatch.setattr(IoThread, "_start", lambda _: False)
+
+
+class Names:
+    """Random names are numbers, which begin again when `count` is set to 0."""
+
+    count = 0
+
+    def token_hex(self, size: int = 32) -> str:
+        self.count += 1
+        return f"{self.count:0{2 * size}x}"
+
+
+@pytest.fixture
+def names(one_thread: None, monkeypatch: pytest.MonkeyPatch) -> Names:
+    """File calls, and the names in them, are the same every time."""
+    names = Names()
+    monkeypatch.setattr(secrets, "token_hex", names.token_hex)
+    return names
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

@@ -4,6 +4,8 @@ processes that are killed.
     make soak ARGS="--minutes 60 --seed 7"   rounds 7:0, 7:1, ... until the time is over
     make soak ARGS="--round 7:12"            that round again, with all its operations
     make soak ARGS="--rounds 40"             so many rounds; a seed is chosen and printed
+    make soak ARGS="--orders 2"              instead: two writers, a collection and a reader, in
+                                             every order with at most so many preemptions
 
 Every round prints its seed. Rounds over simulated disks repeat exactly: operations, file calls,
 power cuts and what these left. One round in twenty works with real processes; its operations
@@ -63,6 +65,27 @@ def seeds(options: argparse.Namespace) -> Iterator[str]:
         number += 1
 
 
+def every_order(preemptions: int) -> int:
+    """Exit code; tells how many schedules of the actors of `gc_world` there were."""
+    import_module("deltackpt_store.io_thread").IoThread._start = lambda self: False  # actors only
+    world = import_module("gc_world").World()
+    names = ("brief_session", "brief_author", "reader", "collector")
+    began = time.process_time()
+    schedules = 0
+    try:
+        for _ in world.every_order([(name, getattr(world, name)) for name in names], preemptions):
+            schedules += 1
+            if schedules % 1000 == 0:
+                print(f"{schedules} schedules", flush=True)
+    except Exception:
+        traceback.print_exc()
+        print(f"schedule {schedules + 1} FAILED; its operations are told above")
+        return 1
+    print(f"orders: {schedules} schedules of {', '.join(names)} with at most {preemptions}"
+          f" preemptions, processor seconds: {time.process_time() - began:.0f}")  # fmt: skip
+    return 0
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--minutes", type=float, default=10.0)
@@ -70,8 +93,12 @@ def main() -> int:
     parser.add_argument("--seed", type=int)
     parser.add_argument("--first", type=int, default=0, help="number of the first round")
     parser.add_argument("--round", action="append", metavar="SEED:NUMBER")
+    parser.add_argument("--orders", type=int, metavar="PREEMPTIONS",
+                        help="every order of four actors, instead of random rounds")  # fmt: skip
     options = parser.parse_args()
     logging.disable(logging.CRITICAL)
+    if options.orders is not None:
+        return every_order(options.orders)
     figures: Counter[str] = Counter()
     for seed in seeds(options):
         kind, told = sail(seed, show=bool(options.round))

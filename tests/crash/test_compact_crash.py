@@ -10,25 +10,19 @@ import errno
 import itertools
 import os
 import random
-import signal
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from authors import Author, Session, check_everything, everything_in, id_of
-from deltackpt_store import store_writer
+from authors import Author, Session, check_clean, check_everything, everything_in, id_of
+from beside import beside
 from deltackpt_store.client import WriterClient
 from deltackpt_store.compact import compact
 from deltackpt_store.errors import DeltackptError
-from deltackpt_store.fileio import TEMPORARY_PREFIX, make_directories
+from deltackpt_store.fileio import make_directories
 from deltackpt_store.gc import collect
-from deltackpt_store.io_thread import IoThread
-from deltackpt_store.mark import mark
 from deltackpt_store.protocol import WriterOptions
 from deltackpt_store.retention import Keep, apply
-from deltackpt_store.roots import read_roots
 from deltackpt_store.store import Store
 from deltackpt_store.testing import CrashState, FailingIO, SimulatedDisk, check_crash_states
 from dense_trainer import DenseState
@@ -40,18 +34,6 @@ FAULTS = [(errno.EIO, False), (errno.ENOSPC, True), (errno.ESTALE, False), (errn
           (errno.EIO, True), (errno.EROFS, True)]  # fmt: skip
 """What goes wrong, and whether it does so for good."""
 Figure = Callable[[str, int], None]
-
-
-@pytest.fixture
-def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The journal of a disk is the same in every run, and so are names of packs."""
-
-    def no_thread(_: IoThread) -> bool:
-        return False
-
-    numbers = itertools.count(1)
-    monkeypatch.setattr(IoThread, "_start", no_thread)
-    monkeypatch.setattr(store_writer.secrets, "token_hex", lambda n=8: f"{next(numbers):0{2 * n}x}")
 
 
 def words(step: int) -> list[str]:
@@ -92,11 +74,7 @@ def check_goes_on(disk: SimulatedDisk, where: object) -> None:
     assert is_compact(disk), where
     assert compact(Store.open(PATH, io=disk)).nothing, where
     check_everything(Store.open(PATH, io=disk), where=where)
-    marking = mark(store, read_roots(store))
-    assert marking.keeping() == set(Store.open(PATH, io=disk).packs.names()), where
-    left = [n for d in ("", "/manifests", "/runs/main", "/gc")
-            for n in disk.list(PATH + d) if n.startswith(TEMPORARY_PREFIX)]  # fmt: skip
-    assert not left, where
+    check_clean(Store.open(PATH, io=disk), where)
 
 
 class Recovery:
@@ -122,7 +100,7 @@ class Recovery:
 
 
 # case 109
-@pytest.mark.usefixtures("one_thread")
+@pytest.mark.usefixtures("names")
 def test_every_crash_state_of_compaction(figure: Figure) -> None:
     disk = trained()
     must = everything_in(Store.open(PATH, io=disk))
@@ -139,7 +117,7 @@ def test_every_crash_state_of_compaction(figure: Figure) -> None:
     assert found.distinct > 60
 
 
-@pytest.mark.usefixtures("one_thread")
+@pytest.mark.usefixtures("names")
 def test_every_crash_state_of_compaction_beside_a_training(figure: Figure) -> None:
     """The training saves while the compaction waits for it, and codes against the new base."""
     disk = trained()
@@ -174,7 +152,7 @@ def test_every_crash_state_of_compaction_beside_a_training(figure: Figure) -> No
 
 
 # case 79
-@pytest.mark.usefixtures("one_thread")
+@pytest.mark.usefixtures("names")
 @pytest.mark.parametrize("part", range(len(FAULTS)))
 def test_every_call_of_compaction_may_fail(part: int, figure: Figure) -> None:
     """It ends with a typed error or is done; whatever happened, the next one finishes.
@@ -207,45 +185,9 @@ def test_every_call_of_compaction_may_fail(part: int, figure: Figure) -> None:
 
 # real processes ---------------------------------------------------------------------------------
 
-COMPACT = """
-import sys
-from deltackpt_store.compact import compact
-from deltackpt_store.errors import ConflictError
-from deltackpt_store.store import Store
-print("ready", flush=True)
-sys.stdin.readline()
-while True:
-    try:
-        print(compact(Store.open(sys.argv[1]), timeout=20).chunks, file=sys.stderr)
-    except ConflictError:
-        pass
-"""
-
-
-@pytest.fixture
-def compactor(tmp_path: Path) -> Iterator[Callable[[], subprocess.Popen[str]]]:
-    started: list[subprocess.Popen[str]] = []
-
-    def start() -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [sys.executable, "-c", COMPACT, str(tmp_path / "store")],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-        )  # fmt: skip
-        started.append(process)
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
-        return process
-
-    yield start
-    for process in started:
-        process.kill()
-        process.communicate()
-
 
 # case 109
-def test_killed_compactions_beside_a_real_training(
-    tmp_path: Path, compactor: Callable[[], subprocess.Popen[str]], figure: Figure
-) -> None:
+def test_killed_compactions_beside_a_real_training(tmp_path: Path, figure: Figure) -> None:
     """A compacting process is killed again and again while a writer process saves every step."""
     path = str(tmp_path / "store")
     client = WriterClient(
@@ -273,15 +215,9 @@ def test_killed_compactions_beside_a_real_training(
     save()
     kills = 8
     for _ in range(kills):
-        process = compactor()
-        assert process.stdin is not None
-        process.stdin.write("go\n")
-        process.stdin.flush()
-        for _ in range(mixture.randrange(1, 6)):  # the kill falls somewhere into a compaction
-            save()
-        assert process.poll() is None, "the compaction failed"
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+        with beside(path, "compact"):
+            for _ in range(mixture.randrange(1, 6)):  # the kill falls somewhere into a compaction
+                save()
         check()
     compact(Store.open(path))  # beside the training, which answers it
     check()

@@ -15,7 +15,6 @@ import pytest
 from authors import Author, check_everything
 from deltackpt_store.budgeted import Budget
 from deltackpt_store.errors import DeltackptError, NotFoundError
-from deltackpt_store.io_thread import IoThread
 from deltackpt_store.manifest import Commit
 from deltackpt_store.retention import Keep, apply
 from deltackpt_store.store import Store
@@ -28,11 +27,9 @@ KEEP = Keep(last=2)
 
 
 @pytest.fixture
-def saved(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[SimulatedDisk, list[Commit]]:
-    def no_thread(_: IoThread) -> bool:
-        return False
-
-    monkeypatch.setattr(IoThread, "_start", no_thread)
+def saved(
+    one_thread: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> tuple[SimulatedDisk, list[Commit]]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     disk = SimulatedDisk()
     author = Author(Store.create(PATH, io=disk), "main")

@@ -10,24 +10,28 @@ import errno
 import os
 import random
 import signal
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from authors import Author, Session, check_everything, chunk_of, everything_in, words_in
+from authors import (
+    Author,
+    Session,
+    check_clean,
+    check_everything,
+    chunk_of,
+    everything_in,
+    words_in,
+)
+from beside import beside
 from deltackpt_store.client import WriterClient
 from deltackpt_store.errors import DeltackptError
-from deltackpt_store.fileio import TEMPORARY_PREFIX, make_directories
+from deltackpt_store.fileio import make_directories
 from deltackpt_store.gc import collect
-from deltackpt_store.io_thread import IoThread
 from deltackpt_store.manifest import Commit
-from deltackpt_store.mark import mark
 from deltackpt_store.names import pack_path
 from deltackpt_store.protocol import WriterOptions
 from deltackpt_store.retention import Keep, apply, retire
-from deltackpt_store.roots import read_roots
 from deltackpt_store.store import Store
 from deltackpt_store.store_writer import StoreWriter
 from deltackpt_store.testing import CrashState, FailingIO, SimulatedDisk, check_crash_states
@@ -35,16 +39,6 @@ from toy_trainer import CHUNK, SEED, ToyTrainer, check_run
 
 PATH = "/disk/store"
 Figure = Callable[[str, int], None]
-
-
-@pytest.fixture
-def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The journal of a disk is the same in every run."""
-
-    def no_thread(_: IoThread) -> bool:
-        return False
-
-    monkeypatch.setattr(IoThread, "_start", no_thread)
 
 
 class Kept:
@@ -97,11 +91,7 @@ def check_goes_on(disk: SimulatedDisk, where: object) -> None:
     session.close()
     collect(store)
     check_everything(store, [report], where)
-    marking = mark(store, read_roots(store))
-    assert marking.keeping() == set(marking.catalogue.names), where
-    left = [n for d in ("", "/manifests", "/runs/main", "/gc", "/pins")
-            for n in disk.list(PATH + d) if n.startswith(TEMPORARY_PREFIX)]  # fmt: skip
-    assert not left, where
+    check_clean(store, where)
 
 
 # case 109
@@ -257,46 +247,9 @@ def test_every_call_of_retention_and_collection_may_fail(
 
 # real processes ---------------------------------------------------------------------------------
 
-COLLECT = """
-import sys
-from deltackpt_store.gc import collect
-from deltackpt_store.store import Store
-from deltackpt_store.store_writer import StoreWriter
-print("ready", flush=True)
-sys.stdin.readline()
-while True:
-    try:
-        collect(Store.open(sys.argv[1]), timeout=20)
-    except Exception as error:
-        if getattr(error, "kind", "") not in ("gc-busy",):
-            raise
-"""
-
-
-@pytest.fixture
-def collector(tmp_path: Path) -> Iterator[Callable[[], subprocess.Popen[str]]]:
-    started: list[subprocess.Popen[str]] = []
-
-    def start() -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [sys.executable, "-c", COLLECT, str(tmp_path / "store")],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
-        started.append(process)
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
-        return process
-
-    yield start
-    for process in started:
-        process.kill()
-        process.communicate()
-
 
 # case 109
-def test_killed_collections_beside_a_real_writer(
-    tmp_path: Path, collector: Callable[[], subprocess.Popen[str]], figure: Figure
-) -> None:
+def test_killed_collections_beside_a_real_writer(tmp_path: Path, figure: Figure) -> None:
     """A collecting process is killed again and again while a writer process saves every step."""
     path = str(tmp_path / "store")
     client = WriterClient(
@@ -308,57 +261,41 @@ def test_killed_collections_beside_a_real_writer(
     mixture = random.Random(5)
     step = 0
     for _ in range(25):
-        process = collector()
-        assert process.stdin is not None
-        process.stdin.write("go\n")
-        process.stdin.flush()
-        for _ in range(mixture.randrange(1, 4)):  # the kill falls somewhere into a collection
-            trainer.save_now(step)
-            step += 1
-        assert process.poll() is None, "the collection failed"
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+        with beside(path, "collect"):
+            for _ in range(mixture.randrange(1, 4)):  # the kill falls somewhere into a collection
+                trainer.save_now(step)
+                step += 1
         assert check_run(path)[-1] == step - 1
     figure("kills survived, at random times", 25)
     client.close(60)
     collect(Store.open(path))
     assert check_run(path) == [step - 2, step - 1]
-    store = Store.open(path)
-    marking = mark(store, read_roots(store))
-    assert marking.keeping() == set(marking.catalogue.names)
+    check_clean(Store.open(path))
 
 
 # case 130
-def test_a_killed_writer_and_the_next_one_at_once(
-    tmp_path: Path, collector: Callable[[], subprocess.Popen[str]], figure: Figure
-) -> None:
+def test_a_killed_writer_and_the_next_one_at_once(tmp_path: Path, figure: Figure) -> None:
     """Writers are killed while collections run; the next one starts without a manual unlock."""
     path = str(tmp_path / "store")
-    process = collector_when_there = None
-    step = 0
-    for round_ in range(8):
-        client = WriterClient(
-            path, "main", seed=SEED, ring_bytes=64 * 4 * CHUNK, slot_bytes=4 * CHUNK,
-            options=WriterOptions(keep=Keep(last=2)),
-        )  # fmt: skip
-        trainer = ToyTrainer(client)
-        durable = -1
-        for _ in range(3):
-            trainer.save_now(step)
-            durable, step = step, step + 1
-        if process is None:
-            process = collector_when_there = collector()
-            assert process.stdin is not None
-            process.stdin.write("go\n")
-            process.stdin.flush()
-        trainer.save(step)  # in flight
-        step += 1
-        os.kill(client.writer_pid, signal.SIGKILL)
-        client.close(60)
-        assert check_run(path)[-1] >= durable, round_
+    Store.create(path)
+    with beside(path, "collect"):
+        step = 0
+        for round_ in range(8):
+            client = WriterClient(
+                path, "main", seed=SEED, ring_bytes=64 * 4 * CHUNK, slot_bytes=4 * CHUNK,
+                options=WriterOptions(keep=Keep(last=2)),
+            )  # fmt: skip
+            trainer = ToyTrainer(client)
+            durable = -1
+            for _ in range(3):
+                trainer.save_now(step)
+                durable, step = step, step + 1
+            trainer.save(step)  # in flight
+            step += 1
+            os.kill(client.writer_pid, signal.SIGKILL)
+            client.close(60)
+            assert check_run(path)[-1] >= durable, round_
     figure("kills survived, at random times", 8)
-    assert collector_when_there is not None
-    assert collector_when_there.poll() is None, "the collection failed"
 
 
 def test_words_survive_what_the_helpers_do(tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
 """Prevents: garbage collection deletes what a concurrent writer builds upon, or a reader reads.
 
 The real code of two writers, a collection and a reader runs over one simulated disk in every order
-with at most two preemptions. Whatever was acknowledged must restore, and whatever is listed must
-be whole.
+with at most two preemptions; that of all four at once with one (`make soak ARGS="--orders 2"` has
+two). Whatever was acknowledged must restore, and whatever is listed must be whole.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from authors import Session, check_everything
 from deltackpt_store.errors import ConflictError
 from deltackpt_store.gc import collect
 from deltackpt_store.store import Store
-from gc_world import PATH, World, now_and_then
-from gc_world import one_thread_per_actor as one_thread_per_actor
-from interleaving import ActorIO, Body, explore, shared_paths
+from gc_world import World
+from interleaving import ActorIO, Body
+from stage import PATH
+from stage import one_thread_per_actor as one_thread_per_actor
 
 pytestmark = pytest.mark.usefixtures("one_thread_per_actor")
 
@@ -26,12 +27,11 @@ pytestmark = pytest.mark.usefixtures("one_thread_per_actor")
 @pytest.mark.parametrize(
     ("actors", "preemptions", "least"),
     [
-        (("session", "collector"), 2, 800),
+        (("session", "collector"), 2, 600),
         (("author", "collector"), 2, 400),
-        (("reader", "collector"), 2, 5),
-        (("session", "reader", "collector"), 1, 60),
+        (("brief_session", "reader", "collector"), 2, 1000),
         (("session", "author", "collector"), 1, 200),
-        (("brief_session", "brief_author", "reader", "collector"), 1, 1000),
+        (("brief_session", "brief_author", "reader", "collector"), 1, 600),
         (("collector", "author", "collector"), 1, 60),
     ],
     ids=lambda value: "+".join(value) if isinstance(value, tuple) else None,
@@ -44,9 +44,7 @@ def test_every_order_with_few_preemptions(
     if actors.count("collector") == 2:  # the second is turned away while the first is at work
         bodies[0] = ("collector", _turned_away(world.collector))
         bodies[2] = ("collector 2", _turned_away(world.collector))
-    samples = [world.run(bodies, now_and_then(0.3, seed)) for seed in range(40)]
-    shared = shared_paths(samples)
-    schedules = sum(1 for _ in explore(lambda c: world.run(bodies, c, shared), preemptions))
+    schedules = sum(1 for _ in world.every_order(bodies, preemptions))
     assert schedules >= least
     figure("schedules explored, of saving beside collection", schedules)
 

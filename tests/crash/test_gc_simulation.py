@@ -13,14 +13,15 @@ import time
 from collections.abc import Callable
 
 import pytest
-from authors import Session, check_everything
+from authors import Session, check_clean, check_everything
 from deltackpt_store.errors import ConflictError, CorruptionError, DeltackptError, StateError
 from deltackpt_store.fileio import TEMPORARY_PREFIX
 from deltackpt_store.gc import collect
 from deltackpt_store.store import Store
-from gc_world import PATH, World, check_clean
-from gc_world import one_thread_per_actor as one_thread_per_actor
+from gc_world import World
 from interleaving import ActorIO, Body, Run
+from stage import PATH
+from stage import one_thread_per_actor as one_thread_per_actor
 
 pytestmark = pytest.mark.usefixtures("one_thread_per_actor")
 

@@ -9,18 +9,17 @@ from __future__ import annotations
 import errno
 import itertools
 import os
-import secrets
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from authors import Author, check_everything
 from deltackpt_store.errors import DeltackptError
-from deltackpt_store.io_thread import IoThread
 from deltackpt_store.pack import pack_path
 from deltackpt_store.repair import repair
 from deltackpt_store.store import Store
@@ -34,29 +33,6 @@ FAULTS = list(itertools.product(
 """What goes wrong, and whether it does so for good."""
 Figure = Callable[[str, int], None]
 KINDS = pytest.mark.parametrize("kind", [HurtChunks, HurtRecords])
-
-
-class Names:
-    """Random names, which begin again when `count` is set to 0."""
-
-    count = 0
-
-    def token_hex(self, size: int = 32) -> str:
-        self.count += 1
-        return f"{self.count:0{2 * size}x}"
-
-
-@pytest.fixture
-def names(monkeypatch: pytest.MonkeyPatch) -> Names:
-    """The calls of a repair are the same every time, and so are the names that it gives."""
-
-    def no_thread(_: IoThread) -> bool:
-        return False
-
-    names = Names()
-    monkeypatch.setattr(IoThread, "_start", no_thread)
-    monkeypatch.setattr(secrets, "token_hex", names.token_hex)
-    return names
 
 
 # case 112
@@ -86,9 +62,7 @@ def test_every_crash_state_of_a_repair(kind: type[HurtStore], figure: Figure) ->
 
 # case 79
 @KINDS
-def test_every_call_of_a_repair_may_fail(
-    kind: type[HurtStore], names: Names, figure: Figure
-) -> None:
+def test_every_call_of_a_repair_may_fail(kind: type[HurtStore], names: Any, figure: Figure) -> None:
     """Each call fails in one of the ways, in turn. It ends with a typed error, or is done, or says
     what it left; what lies there afterwards is no worse, and the next repair finishes."""
     hurt = kind()

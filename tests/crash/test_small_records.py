@@ -10,7 +10,6 @@ from deltackpt_store import leases
 from deltackpt_store.errors import StateError
 from deltackpt_store.fileio import FileIO, make_directories
 from deltackpt_store.gc import collect
-from deltackpt_store.io_thread import IoThread
 from deltackpt_store.retention import Keep, apply, retire
 from deltackpt_store.store import Store
 from deltackpt_store.testing import CrashState, SimulatedDisk, check_crash_states
@@ -20,11 +19,7 @@ Figure = Callable[[str, int], None]
 
 
 @pytest.fixture
-def disk(monkeypatch: pytest.MonkeyPatch) -> SimulatedDisk:
-    def no_thread(_: IoThread) -> bool:
-        return False
-
-    monkeypatch.setattr(IoThread, "_start", no_thread)  # the journal is the same in every run
+def disk(one_thread: None) -> SimulatedDisk:
     disk = SimulatedDisk()
     make_directories(disk, "/disk")
     disk.sync_directory("/")

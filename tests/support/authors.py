@@ -14,12 +14,13 @@ import msgspec
 import numpy as np
 import xxhash
 from blake3 import blake3
-from deltackpt_store.fileio import FileIO, make_directories
+from deltackpt_store.fileio import TEMPORARY_PREFIX, FileIO, make_directories
 from deltackpt_store.gc import GcReport, collect
 from deltackpt_store.index import MemoryIndex, list_packs, refresh
 from deltackpt_store.leases import Lease
 from deltackpt_store.manifest import Commit, ExtentSpec, Layout, Snapshot, TensorView
 from deltackpt_store.manifest_io import to_base
+from deltackpt_store.mark import mark
 from deltackpt_store.protocol import (
     RECORD,
     Begin,
@@ -32,6 +33,7 @@ from deltackpt_store.protocol import (
     WriterOptions,
 )
 from deltackpt_store.ring import Ring
+from deltackpt_store.roots import read_roots
 from deltackpt_store.session import RunWriter
 from deltackpt_store.store import Store
 from deltackpt_store.store_writer import StoreWriter
@@ -102,6 +104,17 @@ def everything_in(store: Store, where: object = "") -> set[bytes]:
         words_in(store, commit)
         found.add(commit.digest)
     return found
+
+
+def check_clean(store: Store, where: object = "") -> None:
+    """Nothing is left that nothing needs."""
+    marking = mark(store, read_roots(store))
+    assert marking.keeping() == set(marking.catalogue.names), where
+    places = ["", "/manifests", "/pins", "/gc", *(f"/runs/{run}" for run in store.runs())]
+    places += [f"/packs/{name[:2]}" for name in marking.catalogue.names]
+    left = [name for place in places for name in store.io.list(store.path + place)
+            if name.startswith(TEMPORARY_PREFIX)]  # fmt: skip
+    assert not left, where
 
 
 class Author:

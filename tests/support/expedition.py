@@ -9,31 +9,14 @@ from __future__ import annotations
 import os
 import random
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 
+from beside import beside
 from deltackpt_store.client import WriterClient
 from deltackpt_store.errors import DeltackptError
 from deltackpt_store.protocol import WriterOptions
 from deltackpt_store.retention import Keep
 from toy_trainer import CHUNK, SEED, ToyTrainer, check_run
-
-WORK = """
-import sys
-from deltackpt_store.compact import compact
-from deltackpt_store.errors import ConflictError
-from deltackpt_store.gc import collect
-from deltackpt_store.store import Store
-act = {"collect": collect, "compact": compact}[sys.argv[2]]
-print("ready", flush=True)
-sys.stdin.readline()
-while True:
-    try:
-        act(Store.open(sys.argv[1]), timeout=30)
-    except ConflictError:
-        pass
-"""
 
 
 class Expedition:
@@ -96,22 +79,9 @@ class Expedition:
 
     def _collect(self, name: str) -> None:
         """A process that works beside the training, until it is killed."""
-        process = subprocess.Popen(
-            [sys.executable, "-c", WORK, self._path, name],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
-        try:
-            assert process.stdout is not None
-            assert process.stdin is not None
-            assert process.stdout.readline() == "ready\n"
-            process.stdin.write("go\n")
-            process.stdin.flush()
+        with beside(self._path, name):
             for _ in range(self._chance.randrange(1, 4)):
                 self._save()
-            assert process.poll() is None, f"{name} ended by itself"
-        finally:
-            process.kill()
-            process.communicate()
         self.figures["kills"] += 1
 
     _compact = _collect

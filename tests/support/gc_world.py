@@ -2,41 +2,15 @@
 
 from __future__ import annotations
 
-import logging
-import random
-from collections.abc import Iterator
-
-import pytest
-from authors import Author, Session, check_everything, words_in
-from deltackpt_store.fileio import TEMPORARY_PREFIX
+from authors import Author, Session, words_in
 from deltackpt_store.gc import collect
-from deltackpt_store.io_thread import IoThread
-from deltackpt_store.manifest import Commit
-from deltackpt_store.mark import mark
-from deltackpt_store.protocol import Committed
 from deltackpt_store.retention import Keep, retire
-from deltackpt_store.roots import read_roots
 from deltackpt_store.store import Store
-from deltackpt_store.testing import SimulatedDisk
-from interleaving import ActorIO, Body, Choose, Run
-
-PATH = "/store"
+from interleaving import ActorIO
+from stage import PATH, Stage
 
 
-@pytest.fixture
-def one_thread_per_actor(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Packs are written by the actor's own thread, and nothing is logged ten thousand times."""
-
-    def no_thread(_: IoThread) -> bool:
-        return False
-
-    monkeypatch.setattr(IoThread, "_start", no_thread)
-    logging.disable(logging.CRITICAL)
-    yield
-    logging.disable(logging.NOTSET)
-
-
-class World:
+class World(Stage):
     """A store with garbage that writers would like to use, and the actors' acknowledgements.
 
     Run a: commit 1 (retired: "garbage", "old"), commit 2. Run b: commit 1. Run c: commit 1, whose
@@ -44,7 +18,7 @@ class World:
     """
 
     def __init__(self) -> None:
-        self.disk = SimulatedDisk()
+        super().__init__()
         store = Store.create(PATH, io=self.disk)
         a, b, c = (Author(store, f"first {run}") for run in "abc")
         for author, run in ((a, "a"), (b, "b"), (c, "c")):
@@ -58,10 +32,6 @@ class World:
         for author in (a, b, c):
             author.close()
         retire(store, [old])
-        self.acknowledged: dict[str, Commit | Committed] = {}
-
-    def acknowledge(self, commit: Commit | Committed) -> None:
-        self.acknowledged[commit.run] = commit  # the newest of each run: others may be retired
 
     # actors --------------------------------------------------------------------------------
 
@@ -117,41 +87,3 @@ class World:
         """Reads a step whose pack is collected, as its chunk lies elsewhere too."""
         store = Store.open(PATH, io=io)
         assert words_in(store, store.head("c")) == ["base"]
-
-    def check(self, disk: SimulatedDisk, where: object) -> None:
-        """What is acknowledged restores, and so does all that is listed."""
-        check_everything(Store.open(PATH, io=disk), [*self.acknowledged.values()], where)
-
-    def run(self, bodies: list[tuple[str, Body]], choose: Choose,
-            shared: frozenset[str] | None = None) -> Run:  # fmt: skip
-        self.acknowledged = {}
-        run = Run(self.disk.copy(), bodies, choose, shared)
-        try:
-            run.go()
-            if not run.cut:
-                self.check(run.disk, "at the end")
-        except BaseException:
-            print("\n".join(run.log[-80:]))
-            raise
-        return run
-
-
-def now_and_then(chance: float, seed: int) -> Choose:
-    """Preempts at random."""
-    mixture = random.Random(seed)
-
-    def choose(run: Run, enabled: tuple[int, ...], running: int | None) -> int:
-        if running in enabled and mixture.random() > chance:
-            return running
-        return mixture.choice(enabled)
-
-    return choose
-
-
-def check_clean(store: Store) -> None:
-    """Nothing is left that nothing needs."""
-    marking = mark(store, read_roots(store))
-    assert marking.keeping() == set(marking.catalogue.names)
-    leftovers = [n for d in ("", "/manifests", "/runs/a", "/runs/b", "/gc", "/pins")
-                 for n in store.io.list(PATH + d) if n.startswith(TEMPORARY_PREFIX)]  # fmt: skip
-    assert not leftovers

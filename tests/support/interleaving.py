@@ -1,23 +1,24 @@
-"""Running actors (writers, a collector, readers) over one simulated disk in every order.
+"""Running actors (writers, a collector, readers) over one simulated disk in any order.
 
 Each actor is a thread, and exactly one runs at a time. Before every *visible* file operation (one
-that another actor could notice) the schedule decides who goes on. :func:`explore` tries all
-schedules with a bounded number of preemptions, in the manner of CHESS (Musuvathi et al., OSDI
-2008): most concurrency bugs need one or two.
+that another actor could notice) the schedule decides who goes on; `orders` tries many schedules.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from deltackpt_store.fileio import TEMPORARY_PREFIX, Buffer, FileIO
 from deltackpt_store.testing import SimulatedDisk
+from touching import Op, op_of
 
 Body = Callable[["ActorIO"], None]
+Choose = Callable[["Run", tuple[int, ...], int | None], int]
+"""Decides who goes on: called with the run, who could, and who has been running."""
 T = TypeVar("T")
 
 
@@ -50,12 +51,7 @@ class Actor:
     go: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
 
 
-Op = tuple[int, tuple[str, ...], bool]
-"""A visible operation: by whom, which paths it concerns, whether it changes them."""
-_ops: dict[Op, Op] = {}
-
-
-class Seen(Exception):  # noqa: N818 - not an error
+class GivenUp(Exception):  # noqa: N818 - not an error
     """Raised by a choice: what follows has been looked at before."""
 
 
@@ -131,14 +127,12 @@ class Run:
         self,
         disk: SimulatedDisk,
         actors: Sequence[tuple[str, Body]],
-        choose: Callable[[Run, tuple[int, ...], int | None], int],
+        choose: Choose,
         shared: frozenset[str] | None = None,
     ) -> None:
         """`shared`: only before operations on these paths may the run be preempted (None: all)."""
         self.disk = disk
         self.shared = shared
-        self.reads: list[set[str]] = [set() for _ in actors]
-        self.writes: list[set[str]] = [set() for _ in actors]
         self.actors = [Actor(name, body) for name, body in actors]
         self.decisions: list[Decision] = []
         self.log: list[str] = []
@@ -196,7 +190,7 @@ class Run:
             return None
         try:
             chosen = enabled[0] if len(enabled) == 1 else self._choose(self, enabled, running)
-        except Seen:
+        except GivenUp:
             self._give_up(running)
             return None
         if len(enabled) > 1:
@@ -215,27 +209,25 @@ class Run:
         if all(actor.done for actor in self.actors):
             self._over.set()
 
-    def key(self, running: int | None) -> tuple[object, ...]:
-        """Runs with equal keys go on alike, whatever came before."""
+    def key(self) -> int:
+        """Runs with equal keys in which the same actor is running go on alike, whatever came
+        before."""
         stand = tuple((actor.done, actor.waiting) for actor in self.actors)
-        return (running, stand, *self.state.key())
+        return hash((stand, self.state.key()))
 
     def point(self, number: int, what: str, path: str) -> None:
         """The actor `number` is about to do something visible."""
         actor = self.actors[number]
         if actor.killed:
             raise Killed
-        directory = path.rpartition("/")[0]
-        writes = what not in ("open", "list", "exists")
-        touched = (path, directory) if writes else (path,)
-        (self.writes if writes else self.reads)[number].update(touched)
-        free = self.shared is None or not self.shared.isdisjoint(touched)
+        op = op_of(number, what, path, makes=what in ("create", "make", "link", "unlink"))
+        free = self.shared is None or not self.shared.isdisjoint(op.paths)
         if free and self._next(number) != number and not self.cut:
             actor.go.acquire()
         if actor.killed:
             raise Killed
         self.steps += 1
-        self.trace.append(_ops.setdefault((number, touched, writes), (number, touched, writes)))
+        self.trace.append(op)
         self.log.append(f"{actor.name} {what} {path}")
         for other in self.actors:  # something may have changed: who waits may look again
             if other is not actor:
@@ -327,8 +319,9 @@ class ActorIO(FileIO):
         self._run.state.remove(path)
 
     def lock(self, path: str, *, create: bool = False) -> int:
-        self._visible("lock", path)
-        fresh = create and not self._disk.exists(path)
+        makes = create and not self._disk.exists(path)
+        self._visible("make" if makes else "lock", path)
+        fresh = create and not self._disk.exists(path)  # nobody else has made it meanwhile
         handle = self._do("lock", path, lambda: self._disk.lock(path, create=create), fresh)
         self._locks[handle] = path
         if fresh:
@@ -406,105 +399,3 @@ class ActorIO(FileIO):
 
     def free_bytes(self, path: str) -> int:
         return 0  # nothing is set aside: the reserve has tests of its own
-
-
-def shared_paths(runs: Sequence[Run]) -> frozenset[str]:
-    """Paths that one actor changes and another one looks at or changes, in any of the runs.
-
-    An operation on any other path commutes with everything that the other actors do, so that
-    preempting before it shows nothing that preempting elsewhere does not.
-    """
-    actors = range(len(runs[0].actors))
-    reads = [set().union(*(run.reads[i] for run in runs)) for i in actors]
-    writes = [set().union(*(run.writes[i] for run in runs)) for i in actors]
-    return frozenset(
-        path
-        for i in actors
-        for path in writes[i]
-        if any(path in reads[j] or path in writes[j] for j in actors if j != i)
-    )
-
-
-Choose = Callable[[Run, tuple[int, ...], int | None], int]
-
-
-class Future:
-    """The visible operations of a run, and where they go on if it was given up."""
-
-    def __init__(self, trace: list[Op]) -> None:
-        self.trace = trace
-        self.tail: tuple[Future, int] | None = None
-
-    def contested(self) -> list[bool]:
-        """Of each operation whether another actor does one later that does not commute with it."""
-        reads: dict[str, set[int]] = {}
-        writes: dict[str, set[int]] = {}
-        tail = self.tail
-        while tail is not None:
-            future, start = tail
-            for op in future.trace[start:]:
-                _note(op, reads, writes)
-            tail = future.tail
-        found: list[bool] = []
-        for op in reversed(self.trace):
-            number, paths, changes = op
-            others = {number}
-            for path in paths:
-                others = others.union(writes.get(path, ()), reads.get(path, ()) if changes else ())
-            found.append(len(others) > 1)
-            _note(op, reads, writes)
-        return found[::-1]
-
-
-def _note(op: Op, reads: dict[str, set[int]], writes: dict[str, set[int]]) -> None:
-    number, paths, changes = op
-    for path in paths:
-        (writes if changes else reads).setdefault(path, set()).add(number)
-
-
-def explore(start: Callable[[Choose], Run], preemptions: int) -> Iterator[Run]:
-    """Every schedule with at most so many preemptions; `start(choose)` makes and runs one.
-
-    Which actor goes on when one has ended or waits is free: all choices are tried. Two things that
-    would show nothing new are left out. A run that comes to a state from which as many preemptions
-    have been tried before is given up (`cut`). And an actor is not preempted before an operation
-    that commutes with all that the others do later: being preempted after it is the same.
-    """
-    stack: list[list[int]] = [[]]
-    seen: dict[tuple[object, ...], tuple[int, Future, int]] = {}
-    while stack:
-        prefix = stack.pop()
-        spent = 0
-        future = Future([])
-
-        def choose(
-            run: Run, enabled: tuple[int, ...], running: int | None, prefix: list[int] = prefix,
-            future: Future = future,
-        ) -> int:  # fmt: skip
-            nonlocal spent
-            at = len(run.decisions)
-            future.trace = run.trace
-            if at < len(prefix):
-                assert prefix[at] in enabled, "the actors do not behave the same way twice"
-                spent += running in enabled and prefix[at] != running
-                return prefix[at]
-            key = run.key(running if running in enabled else None)
-            left, before, place = seen.get(key, (-1, future, 0))
-            if left >= preemptions - spent:
-                future.tail = before, place
-                raise Seen
-            seen[key] = preemptions - spent, future, len(run.trace)
-            return running if running in enabled else enabled[0]
-
-        run = start(choose)
-        yield run
-        contested = future.contested()
-        spent = 0
-        for at, decision in enumerate(run.decisions):
-            if at >= len(prefix):
-                free = decision.running not in decision.enabled
-                for other in decision.enabled if free or contested[decision.at] else ():
-                    cost = spent + decision.preempts(other)
-                    if other != decision.chosen and cost <= preemptions:
-                        stack.append([*(d.chosen for d in run.decisions[:at]), other])
-            spent += decision.preempts(decision.chosen)
