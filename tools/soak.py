@@ -67,7 +67,11 @@ def seeds(options: argparse.Namespace) -> Iterator[str]:
 
 def every_order(preemptions: int) -> int:
     """Exit code; tells how many schedules of the actors of `gc_world` there were."""
-    import_module("deltackpt_store.io_thread").IoThread._start = lambda self: False  # actors only
+
+    def no_thread(_: object) -> bool:
+        return False
+
+    import_module("deltackpt_store.io_thread").IoThread._start = no_thread  # only actors
     world = import_module("gc_world").World()
     names = ("brief_session", "brief_author", "reader", "collector")
     began = time.process_time()
