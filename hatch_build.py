@@ -48,7 +48,7 @@ class KernelBuild(BuildHookInterface[Any]):
         if wish not in ("", "on", "off"):
             raise ValueError(f"DELTACKPT_KERNELS must be on or off, not {wish!r}")
         source = Path(self.root) / SOURCE
-        target = source.with_name("libkernels.so")
+        target = source.with_name("kernels.lib")
         target.unlink(missing_ok=True)
         if wish == "off":
             return

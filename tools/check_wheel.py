@@ -26,7 +26,7 @@ PACKAGES = {
     "deltackpt_tools": ROOT / "tools" / "deltackpt_tools",
 }
 SUFFIXES = {".py", ".pyi", ".c", ".css", ".js"}  # the last two: of the report page
-KERNELS = "deltackpt_store/coding/libkernels.so"  # compiled where there is a compiler
+KERNELS = "deltackpt_store/coding/kernels.lib"  # compiled where there is a compiler
 ENTRY_POINT = "deltackpt = deltackpt_tools.cli:main"
 
 

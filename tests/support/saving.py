@@ -15,7 +15,7 @@ from deltackpt_store.fileio import FileIO
 from deltackpt_store.store import Store
 from torch import nn
 
-from deltackpt import events
+from deltackpt import events, stage
 from deltackpt.checkpointer import Checkpointer
 from deltackpt.load import load
 from deltackpt.stage import Packer
@@ -165,12 +165,17 @@ def gate_disk(monkeypatch: pytest.MonkeyPatch) -> Gate:
 
 
 def gate_staging(monkeypatch: pytest.MonkeyPatch) -> Gate:
-    """A gate between the hash of a chunk and its copy."""
-    gate, real = Gate(), Packer.copy
+    """A gate before the copy of a chunk: into the ring, or for the table of a restored step."""
+    gate, real, real_bytes = Gate(), Packer.copy, stage.copy_bytes
 
     def copy(self: Packer, slot: int, at: int, data: memoryview) -> None:
         gate.pass_through()
         real(self, slot, at, data)
 
+    def copy_bytes(target: memoryview, source: memoryview) -> None:
+        gate.pass_through()
+        real_bytes(target, source)
+
     monkeypatch.setattr(Packer, "copy", copy)
+    monkeypatch.setattr(stage, "copy_bytes", copy_bytes)
     return gate

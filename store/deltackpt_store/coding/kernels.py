@@ -20,7 +20,7 @@ Bytes = NDArray[np.uint8]
 Elements = NDArray[Any]
 Floats = NDArray[np.float32]
 
-LIBRARY = "libkernels.so"
+LIBRARY = "kernels.lib"
 _SOURCE = "kernels.c"
 _WIDTHS = (1, 2, 4, 8)
 _LISTED = 15
