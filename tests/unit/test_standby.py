@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -152,12 +153,18 @@ def test_a_forked_child_lets_go_of_it() -> None:
     standby = Standby()
     process = standby._process
     assert process is not None
-    own = (standby.socket.fileno(), standby._memory)
-    before = {os.readlink(f"/proc/self/fd/{fd}") for fd in own}
+
+    def identity(fd: int) -> tuple[int, int]:
+        status = os.fstat(fd)  # names do not tell memory files apart
+        return status.st_dev, status.st_ino
+
+    before = {identity(standby.socket.fileno()), identity(standby._memory)}
     child = os.fork()
     if child == 0:
-        held = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
-        there = {os.readlink(name) for name in held if os.path.lexists(name)}
+        there: set[tuple[int, int]] = set()
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):  # of the listing itself
+                there.add(identity(int(name)))
         standby.end()  # not a child of this one: left alone
         os._exit(7 if before & there else 0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
