@@ -13,7 +13,7 @@ save, and the files of the last one are read once before they are restored, for 
 `MB/save`   growth of the checkpoint folder per later save
 `restore`   seconds to put the last step into a fresh model and optimizer, from the page cache
 `slowdown`  how much longer blocks of ten training steps take with saving than without
-`memory`    peak growth of the proportional set size (process and children) while saving
+`memory`    peak growth of memory (process and children, the staging ring included) while saving
 """
 
 # pyright: basic
@@ -44,7 +44,8 @@ SLOWDOWN_PAIRS = 5  # of blocks
 
 
 class Memory:
-    """Peak proportional set size, in bytes, of this process and its children."""
+    """Peak memory, in bytes, of this process and its children: proportional set sizes, and memory
+    files that nobody has mapped."""
 
     def __init__(self) -> None:
         self.start = self.now()
@@ -55,16 +56,23 @@ class Memory:
 
     @staticmethod
     def now() -> int:
-        total = 0
+        own = shared = 0
+        files: dict[int, int] = {}  # bytes by inode: mapped or not, they are there
         pids = [os.getpid()]
         for pid in pids:
             try:
-                text = Path(f"/proc/{pid}/smaps_rollup").read_text()
+                rows = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+                size = {row.split(":")[0]: int(row.split()[1]) * 1024 for row in rows[1:]}
+                own += size["Pss"] - size["Pss_Shmem"]
+                shared += size["Pss_Shmem"]
                 pids += map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+                for link in Path(f"/proc/{pid}/fd").iterdir():
+                    if os.readlink(link).startswith("/memfd:"):
+                        status = os.stat(link)
+                        files[status.st_ino] = 512 * status.st_blocks
             except (FileNotFoundError, ProcessLookupError):
                 continue
-            total += next(int(row.split()[1]) for row in text.splitlines() if "Pss:" in row) * 1024
-        return total
+        return own + max(shared, sum(files.values()))
 
     def _watch(self) -> None:
         while not self.stop.wait(0.1):
