@@ -107,6 +107,7 @@ class WriterClient:
                 self._ring, mode=mode, nice=options.nice, io=io, standby=standby,
                 on_message=self._handle, on_end=self._end,
             )  # fmt: skip
+            self._connection.start()
         except BaseException:
             self._ring.close()
             raise

@@ -33,7 +33,7 @@ _REAP_SECONDS = 5.0
 
 
 class Connection:
-    """Starts a writer over `ring` and carries messages both ways until either side ends it.
+    """Starts a writer over `ring`; carries messages both ways from `start` until either side ends.
 
     `on_message` and `on_end` are called in the receiving thread, `on_end` exactly once and last,
     with None after an orderly end of the stream or the error that broke it. In a forked child all
@@ -76,6 +76,9 @@ class Connection:
         self._receiver = threading.Thread(
             target=self._receive_loop, name="deltackpt-receive", daemon=True
         )
+
+    def start(self) -> None:
+        """Begin to carry messages: from here on `on_end` may come, of a dead writer at once."""
         self._sender.start()
         self._receiver.start()
 
@@ -139,15 +142,17 @@ class Connection:
         except Exception as error:
             _log.exception("a message of the writer could not be handled")
             broken = WriterError(f"a message of the writer could not be handled: {error!r}")
-        self._channel.shutdown()
-        assert self._running is not None
-        self._running.wait(_REAP_SECONDS)
-        self.obituary = self._running.bury()
-        self._outbox.put(None)
-        self._sender.join()
-        self._ended = True
-        self._channel.close()
-        self._on_end(broken)
+        try:
+            self._channel.shutdown()
+            assert self._running is not None
+            self._running.wait(_REAP_SECONDS)
+            self.obituary = self._running.bury()
+            self._outbox.put(None)
+            self._sender.join()
+            self._ended = True
+            self._channel.close()
+        finally:
+            self._on_end(broken)
 
     def leave(self) -> None:
         """At interpreter exit without close: hand over what is queued, in bounded time.

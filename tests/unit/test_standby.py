@@ -11,10 +11,12 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from deltackpt_store import launch
+from deltackpt_store import client, launch
 from deltackpt_store.client import WriterClient
+from deltackpt_store.connection import Connection
 from deltackpt_store.errors import InvalidInputError, WriterError
 from deltackpt_store.standby import Standby
 from saving import Opener, Training, opener, saved, steps
@@ -118,6 +120,34 @@ def test_one_that_died_is_not_used(path: Path, opened: Opener) -> None:
     assert ended(pid)
     ckpt.save(0).result(60)
     assert steps(path) == [0]
+
+
+def test_one_that_dies_while_it_is_taken_is_told(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prevents: saves of a dead writer that wait until their time is over."""
+
+    class Late(Connection):
+        """All that a started thread does is done before its caller goes on."""
+
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            if self._receiver.ident is not None:
+                self._receiver.join(60)
+
+    monkeypatch.setattr(client, "Connection", Late)
+    standby = Standby()
+    assert standby._process is not None
+    os.kill(standby._process.pid, signal.SIGKILL)
+    with WriterClient(
+        path, "main", seed=1, ring_bytes=1 << 20, mode="process", standby=standby
+    ) as writer:
+        with pytest.raises(WriterError, match="SIGKILL"):
+            writer.ready(60)
+        assert not writer.alive
+        with pytest.raises(WriterError):
+            writer.begin(step=0, layout=b"")
+    standby.end()
 
 
 def test_where_none_can_be_started_the_save_tells(
