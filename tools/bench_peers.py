@@ -43,6 +43,7 @@ class Peer:
         return self.folder / f"step-{step}"
 
     def save(self, step: int) -> None:
+        """Start saving; every peer has its own way."""
         raise NotImplementedError
 
     def before_update(self) -> None:
@@ -52,6 +53,7 @@ class Peer:
         """Block until the last save is durable."""
 
     def restore(self, target: State, step: int) -> None:
+        """Put a step into the target; every peer has its own way."""
         raise NotImplementedError
 
     def forget(self, step: int) -> None:

@@ -8,7 +8,7 @@ are few and tiny, so this kernel is built for being right in one launch, not for
 # (hence basic mode); its language has capitals for compile-time constants and no star in tuples.
 # pyright: basic, reportOperatorIssue=false, reportIndexIssue=false, reportArgumentType=false
 # pyright: reportCallIssue=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
-# ruff: noqa: N803
+# ruff: noqa: N803  (constants of the compiler are in capitals, as in Triton's own kernels)
 
 import triton
 import triton.language as tl

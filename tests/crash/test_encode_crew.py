@@ -10,7 +10,6 @@ import json
 import logging
 import os
 import random
-import select
 import signal
 import subprocess
 import sys
@@ -27,6 +26,7 @@ from deltackpt_store.pack import pack_path, read_footer
 from deltackpt_store.protocol import WriterOptions
 from deltackpt_store.store import Store
 from dense_trainer import DenseState
+from processes import ended
 from toy_trainer import CHUNK, SEED, ToyTrainer, read_arrays
 
 SUPPORT = Path(__file__).parents[1] / "support"
@@ -59,18 +59,6 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
 
 def helpers_of(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-def ended(pid: int, timeout: float = 60) -> bool:
-    """Wait until the process has ended, whoever's child it is."""
-    try:
-        fd = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return True
-    try:
-        return bool(select.select([fd], [], [], timeout)[0])
-    finally:
-        os.close(fd)
 
 
 def used_seconds(pid: int) -> float:

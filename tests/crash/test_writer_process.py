@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import select
 import signal
 import subprocess
 import sys
@@ -22,24 +21,13 @@ from deltackpt_store.client import WriterClient
 from deltackpt_store.errors import DeltackptError, NotFoundError, StateError, WriterError
 from deltackpt_store.protocol import Committed, WriterOptions
 from deltackpt_store.store import Store
+from processes import ended
 from toy_trainer import CHUNK, SEED, ToyTrainer, check_run, read_arrays, state_at
 
 SCRIPT = Path(__file__).parents[1] / "support" / "toy_trainer.py"
 ROUNDS = 50
 OPTIONS = WriterOptions(lock_timeout=60)
 Figure = Callable[[str, int], None]
-
-
-def ended(pid: int, timeout: float = 60) -> bool:
-    """Wait until the process has ended, whoever's child it is."""
-    try:
-        fd = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return True
-    try:
-        return bool(select.select([fd], [], [], timeout)[0])
-    finally:
-        os.close(fd)
 
 
 def temporary_files(path: str) -> list[str]:

@@ -45,9 +45,11 @@ class HurtStore:
         self._readable = set(self._whole(self.disk))
 
     def _save(self, store: Store) -> list[Commit]:
+        """What is saved; subclasses say."""
         raise NotImplementedError
 
     def _damage(self, store: Store) -> None:
+        """What is damaged; subclasses say."""
         raise NotImplementedError
 
     def repair(self, io: FileIO) -> RepairReport:

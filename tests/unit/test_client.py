@@ -31,6 +31,7 @@ from deltackpt_store.errors import (
 from deltackpt_store.fileio import FileIO
 from deltackpt_store.protocol import Committed, WriterOptions
 from deltackpt_store.store import Store
+from processes import ended
 from toy_trainer import CHUNK, SEED, ToyTrainer, check_run, state_at
 
 Start = Callable[..., ToyTrainer]
@@ -52,18 +53,6 @@ def start(tmp_path: Path) -> Iterator[Start]:
     yield begin
     for client in clients:
         client.close(60)
-
-
-def ended(pid: int, timeout: float = 60) -> bool:
-    """Wait until the process has ended (whoever's child it is)."""
-    try:
-        fd = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return True
-    try:
-        return bool(select.select([fd], [], [], timeout)[0])
-    finally:
-        os.close(fd)
 
 
 def descriptors() -> list[str]:
