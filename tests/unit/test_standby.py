@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from deltackpt_store.client import WriterClient
 from deltackpt_store.connection import Connection
 from deltackpt_store.errors import InvalidInputError, WriterError
 from deltackpt_store.standby import Standby
+from processes import ended
 from saving import Opener, Training, opener, saved, steps
 
 from deltackpt.checkpointer import Checkpointer
@@ -45,18 +45,6 @@ def started_ahead(ckpt: Checkpointer) -> int:
     process = link._standby._process
     assert process is not None
     return process.pid
-
-
-def ended(pid: int) -> bool:
-    """Whether the process has ended, or does within a minute."""
-    try:
-        fd = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return True
-    try:
-        return bool(select.select([fd], [], [], 60)[0])
-    finally:
-        os.close(fd)
 
 
 def test_the_first_optimizer_step_starts_the_writer_of_the_first_save(
