@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from deltackpt_store.errors import CorruptionError, DeltackptError, NotFoundError
+from deltackpt_store.errors import CorruptionError, DeltackptError
 from deltackpt_store.fileio import make_directories, publish_bytes
 from deltackpt_store.impact import NeededChunks
 from deltackpt_store.lost_commits import LostCommit, lost_commits, numbers_there, read_boundary
@@ -52,33 +52,18 @@ class LostRepair:
     def _only_in_copies(self) -> Iterator[LostCommit]:
         """What a copy of this store lists, and is neither here nor collected.
 
-        A copy that was written to by itself is no copy from there on: what continues a commit that
-        this store has otherwise is passed over.
+        Of a copy that was written to by itself, what is not of this store's history stays there.
         """
         boundary = read_boundary(self._store)
         for other in self._others:
             if other.uuid != self._store.uuid:
                 continue
-            foreign: set[tuple[str, int]] = set()
-            for run in other.runs():
-                there = numbers_there(self._store, run)
-                for commit in other.commits(run):
-                    if self._differs(commit, foreign):
-                        foreign.add((run, commit.number))
-                    elif commit.number not in there and commit.number > boundary.get(run, 0):
-                        yield LostCommit(run, commit.number)
-
-    def _differs(self, commit: Commit, foreign: set[tuple[str, int]]) -> bool:
-        """Whether the history of this copy's commit is not that of the store."""
-        if commit.parent is None:
-            return False
-        run, number, digest = commit.parent
-        if (run, number) in foreign:
-            return True
-        try:
-            return self._store.read_commit(run, number).digest != digest
-        except (NotFoundError, CorruptionError):
-            return False
+            there: dict[str, set[int]] = {}
+            for run, number in self._records.shared(other):
+                if run not in there:
+                    there[run] = numbers_there(self._store, run)
+                if number not in there[run] and number > boundary.get(run, 0):
+                    yield LostCommit(run, number)
 
     def _copy(self, lost: LostCommit) -> _Copy | None:
         """A copy of the commit and of its manifests."""

@@ -2,14 +2,15 @@
 
 Their content cannot be computed again (but for FORMAT's), so it is taken from a copy, and only when
 that is proved to be the very same: a manifest by its name, a commit by the digest under which its
-successor or a pin names it, and otherwise only from a copy of the same store. The damaged file is
-given a name in the quarantine first, then its own name changes over in one step.
+successor or a pin names it, and otherwise only from a copy of the same store that has not parted
+from it before that commit. The damaged file is given a name in the quarantine first, then its own
+name changes over in one step.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -24,6 +25,7 @@ from deltackpt_store.format_file import (
 )
 from deltackpt_store.index import list_packs
 from deltackpt_store.lost_commits import LOST
+from deltackpt_store.manifest import Commit
 from deltackpt_store.manifest_io import (
     MAX_COMMIT_BYTES,
     MAX_MANIFEST_BYTES,
@@ -33,6 +35,7 @@ from deltackpt_store.manifest_io import (
 from deltackpt_store.names import is_digest_name, parse_number
 from deltackpt_store.oserror import DAMAGE
 from deltackpt_store.pack import HEADER_BYTES, decode_header, pack_path
+from deltackpt_store.parted import Place, shared_commits
 from deltackpt_store.quarantine import QUARANTINE, is_directory, keep, set_aside
 from deltackpt_store.store import Store
 from deltackpt_store.verify import Finding
@@ -70,6 +73,8 @@ class RecordRepair:
         self._store = store
         self._others = others
         self._dry_run = dry_run
+        self._names: dict[Place, bytes] | None = None
+        self._shared: dict[str, Mapping[Place, Commit]] = {}
 
     def work(self, findings: Iterable[Finding]) -> None:
         """OSError when the store refuses to be written."""
@@ -105,6 +110,8 @@ class RecordRepair:
                 return
             if aside is not None:
                 self.quarantined.append(aside)
+            if finding.kind == "commit" and self._names is not None:
+                self._learn(self._names, decode_commit(data, name=finding.name))
         self.mended.append(Mended(kind=finding.kind, name=finding.name, source=source))
 
     def _leave(self, finding: Finding, reason: str) -> None:
@@ -155,20 +162,38 @@ class RecordRepair:
                 commit = decode_commit(data, name=finding.name)
             except DeltackptError:
                 continue
-            right = commit.digest == named if named else store.uuid == self._store.uuid
-            if right and (commit.run, commit.number) == (run, number):
+            if (commit.run, commit.number) != (run, number):
+                continue
+            if commit.digest == named if named else self._may_be_ours(store, commit):
                 yield source, data
+
+    def _may_be_ours(self, store: Store, commit: Commit) -> bool:
+        """Whether a commit of `store` that nothing here names is of this store's history."""
+        if store.uuid != self._store.uuid:
+            return False
+        return store is self._store or (commit.run, commit.number) in self.shared(store)
 
     def _named(self, run: str, number: int) -> bytes | None:
         """The digest by which another record names that commit."""
-        for other in self._store.runs():
-            for commit in self._store.commits(other):
-                if commit.parent is not None and commit.parent[:2] == (run, number):
-                    return commit.parent[2]
-        for pin in self._store.pins().values():
-            if (pin.run, pin.number) == (run, number):
-                return pin.digest
-        return None
+        if self._names is None:
+            self._names = {}
+            for pin in self._store.pins().values():
+                self._names[pin.run, pin.number] = pin.digest
+            for other in self._store.runs():
+                for commit in self._store.commits(other):
+                    self._learn(self._names, commit)
+        return self._names.get((run, number))
+
+    @staticmethod
+    def _learn(names: dict[Place, bytes], commit: Commit) -> None:
+        if commit.parent is not None:
+            names[commit.parent[:2]] = commit.parent[2]
+
+    def shared(self, copy: Store) -> Mapping[Place, Commit]:
+        """What `shared_commits` says of a copy of the store, found out once."""
+        if copy.path not in self._shared:
+            self._shared[copy.path] = shared_commits(self._store, copy)
+        return self._shared[copy.path]
 
     def _pin(self, finding: Finding) -> Iterator[tuple[str, bytes]]:
         match = _PIN.match(finding.name)

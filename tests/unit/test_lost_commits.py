@@ -12,6 +12,7 @@ from authors import Author, check_everything, words_in
 from click.testing import CliRunner
 from deltackpt_store.compact import compact
 from deltackpt_store.errors import ConflictError, CorruptionError
+from deltackpt_store.fileio import FileIO
 from deltackpt_store.gc import collect
 from deltackpt_store.manifest import Commit
 from deltackpt_store.names import RETIRED_SUFFIX, number_name
@@ -241,3 +242,79 @@ def test_a_copy_that_went_another_way_gives_nothing(made: tuple[Store, list[Comm
     author.close()
     assert repair(store, sources=[store.path + "-copy"]).found == 0
     assert store.head("main").step == 3
+
+
+def go_on(path: str, run: str, parent: Commit, *steps: tuple[int, str]) -> list[Commit]:
+    """Steps that somebody saves who continues `parent`; each says a word of its own."""
+    author = Author(Store.open(path), f"{run} {path} {steps}")
+    author.run, author.parent = run, parent
+    saved = [author.save(step, ["kept", word]) for step, word in steps]
+    author.close()
+    return saved
+
+
+def test_a_copy_that_parted_and_went_back_gives_nothing(made: tuple[Store, list[Commit]]) -> None:
+    """A later commit that continues what both have is of the copy's history all the same: were it
+    made here, it would be the newest, and leave the steps of this store behind."""
+    store, commits = made
+    copy = store.path + "-copy"
+    [mine] = go_on(store.path, "main", commits[3], (5, "here"))
+    there = go_on(copy, "main", commits[3], (5, "there"), (6, "there"))
+    go_on(copy, "main", commits[1], (3, "there again"), (4, "and on"))
+    go_on(copy, "fork", there[-1], (7, "fork"))
+    assert repair(store, sources=[copy]).found == 0
+    assert store.head("main").digest == mine.digest
+    assert store.runs() == ["main"]
+    lose(store, mine)  # now nothing here differs from the copy
+    assert repair(store, sources=[copy]).ok
+    assert store.head("main").step == 4
+    check_everything(store, commits)
+
+
+def test_a_damaged_commit_does_not_come_from_a_copy_that_parted(
+    made: tuple[Store, list[Commit]],
+) -> None:
+    store, commits = made
+    copy = store.path + "-copy"
+    mine = go_on(store.path, "main", commits[3], (5, "here"), (6, "here too"))
+    go_on(copy, "main", commits[3], (5, "there"), (6, "there too"))
+    name = f"runs/main/{number_name(mine[1].number)}"
+    with open(f"{store.path}/{name}", "r+b") as file:
+        file.truncate(40)
+    for _ in range(2):
+        report = repair(store, sources=[copy])
+        assert [left.name for left in report.left] == [name]
+        assert not report.mended
+    assert store.head("main").digest == mine[0].digest
+
+
+def test_each_record_is_read_a_few_times_however_many_are_lost(tmp_path: Path) -> None:
+    """The work grows with the number of commits, not with its square."""
+
+    def reads(count: int) -> int:
+        store = Store.create(tmp_path / f"{count}")
+        author = Author(store, "main")
+        commits = [author.save(step, ["kept"]) for step in range(count)]
+        author.close()
+        copy = shutil.copytree(store.path, f"{store.path}-copy")
+        for commit in commits[: count // 2]:
+            lose(store, commit)
+        for commit in commits[count // 2 :]:
+            Path(store.path, f"runs/main/{number_name(commit.number)}").write_bytes(b"damaged")
+        io = CountingIO()
+        report = repair(Store.open(store.path, io=io), sources=[Store.open(copy, io=io)])
+        assert report.ok
+        assert len(report.mended) == count
+        return io.opened
+
+    assert reads(40) < 3 * reads(20)
+
+
+class CountingIO(FileIO):
+    """Counts the files that are opened."""
+
+    opened = 0
+
+    def open(self, path: str) -> int:
+        self.opened += 1
+        return super().open(path)
