@@ -119,21 +119,21 @@ def collect(
     StorageError, also when there are no file locks (``no-locks``).
     """
     store.format.require("gc", store.path)
-    if dry_run:
-        return _Collection(store, avoid, progress, accept_lost).plan()
-    with collection_lock(store.io, store.path):
-        collection = _Collection(store, avoid, progress, accept_lost)
-        try:
+    try:
+        if dry_run:
+            return _Collection(store, avoid, progress, accept_lost).plan()
+        with collection_lock(store.io, store.path):
+            collection = _Collection(store, avoid, progress, accept_lost)
             report = collection.run(wait or patience(timeout))
             while collection.more:
                 collection = _Collection(store, avoid, progress, accept_lost)
                 report = _added(report, collection.run(wait or patience(timeout)))
-        except OSError as error:
-            if isinstance(error, DeltackptError):
-                raise
-            raise storage_error(error, "collect garbage in", store.path) from error
-        make_reserve(store.io, store.path)
-        return report
+            make_reserve(store.io, store.path)
+            return report
+    except OSError as error:
+        if isinstance(error, DeltackptError):
+            raise
+        raise storage_error(error, "collect garbage in", store.path) from error
 
 
 class _Collection:

@@ -78,8 +78,8 @@ class Environment:
         self.broken = False
         self._describe = describe
         self._locks: dict[str, int] = {}
-        os.makedirs(directory, mode=0o700, exist_ok=True)
         try:
+            os.makedirs(directory, mode=0o700, exist_ok=True)
             with self._locked("gate.lock"):
                 self._open(map_bytes)
         except (lmdb.Error, OSError, UnicodeError) as error:  # LMDB takes UTF-8 paths only

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import os
 
 from deltackpt_store.errors import StorageError
+from deltackpt_store.fileio import is_link
 
 _FOLDERS = ("/pins", "/manifests", "/packs")
 _HINTS = {
@@ -17,6 +19,8 @@ _HINTS = {
     errno.EMFILE: "too many open files in this process: raise `ulimit -n`",
     errno.ENXIO: "something else lies in its place: move that away",
     errno.EISDIR: "something else lies in its place: move that away",
+    errno.ENOTDIR: "something else lies in the place of a folder: move that away",
+    errno.EEXIST: "something else lies in its place: move that away",
     errno.ELOOP: "put the file or folder itself in place of the symbolic link",
     errno.ENAMETOOLONG: "that path is longer than the file system allows",
 }
@@ -33,6 +37,36 @@ DAMAGE = frozenset((errno.EIO, errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.E
 """What opening or reading a file that exists says when that one file is bad."""
 
 
+def hint_for(error: OSError, path: str = "") -> str | None:
+    """The way out of `error`, met at `path` where it does not name another one; None if unknown."""
+    if error.errno is None:
+        return None
+    where = str(error.filename or path)
+    if error.errno == errno.ENOENT:
+        link = _broken_link(where)
+        if link is not None:
+            return (
+                f"{link} is a symbolic link that leads nowhere: mount what it leads to, or put the"
+                " file or folder itself in its place"
+            )
+        if where.endswith(_FOLDERS):
+            return f"a store copied without its empty folders lacks it: mkdir {where}"
+        if where.endswith("/runs"):
+            return "the commits lie there: put that folder back from a copy of the store"
+    return _HINTS.get(error.errno)
+
+
+def _broken_link(path: str) -> str | None:
+    """The symbolic link, `path` or a folder above it, because of which there is nothing."""
+    while len(path) > 1:
+        if is_link(path):
+            return path
+        if os.path.lexists(path):
+            return None
+        path = os.path.dirname(path)
+    return None
+
+
 def storage_error(error: OSError, doing: str, path: str) -> StorageError:
     """The StorageError for `error`, met while `doing` ("read the manifest") something to `path`.
 
@@ -43,10 +77,8 @@ def storage_error(error: OSError, doing: str, path: str) -> StorageError:
     culprit = error.filename
     if isinstance(culprit, str) and culprit != path and "/.tmp-" not in culprit:
         reason = f"{culprit}: {reason}"
-    hint = _HINTS.get(code) if code is not None else None
-    if code == errno.ENOENT and str(culprit or path).endswith(_FOLDERS):
-        hint = f"a store copied without its empty folders lacks it: mkdir {culprit or path}"
-    elif code in (errno.ENOENT, errno.ENOTDIR) and doing.startswith("create a store"):
+    hint = hint_for(error, path)
+    if code in (errno.ENOENT, errno.ENOTDIR) and doing.startswith("create a store"):
         hint = "no directory can be made there: name one on a disk that can be written to"
     return StorageError(
         f"cannot {doing} {path}: {reason}",

@@ -10,6 +10,7 @@ import importlib
 import os
 import re
 import sys
+from contextlib import suppress
 from typing import Any
 
 import click
@@ -100,6 +101,15 @@ class LazyGroup(click.Group):
             ctx.exit(code)
 
 
+def _told(error: OSError) -> tuple[str, str | None]:
+    """Words for what the operating system said, and the way out. Files of a store come as errors
+    of its own: what has no name here is an output stream."""
+    from deltackpt_store.oserror import hint_for
+
+    where = os.fsdecode(error.filename) if error.filename else "the output"
+    return f"{where}: {error.strerror or error}", hint_for(error)
+
+
 def _about_arguments(message: str) -> str:
     """What to add to click's words about arguments too many."""
     found = _EXTRA.match(message)
@@ -112,18 +122,25 @@ def _about_arguments(message: str) -> str:
 
 
 def report_error(error: Exception, code: Exit) -> None:
-    """One line (and the way out) on stderr; with --json also a document on stdout."""
+    """One line (and the way out) on stderr; with --json also a document on stdout.
+
+    A stream that cannot be written to is done without: the exit code tells.
+    """
     from deltackpt_tools.output import error_document, safe, write_json
 
     message = str(getattr(error, "message", None) or error)
     hint = getattr(error, "hint", None)
+    if isinstance(error, OSError) and exit_code(error) is None:
+        message, hint = _told(error)
     if code == Exit.CORRUPT and "deltackpt repair" not in (hint or ""):
         hint = f"{hint}; {_MENDING}" if hint else _MENDING
-    if click.get_current_context().meta.get("deltackpt.json"):
-        write_json(error_document(error, message, hint, int(code)))
-    click.echo(f"deltackpt: {safe(message)}", err=True)
-    if hint:
-        click.echo(f"  {safe(hint)}", err=True)
+    with suppress(OSError):
+        if click.get_current_context().meta.get("deltackpt.json"):
+            write_json(error_document(error, message, hint, int(code)))
+    with suppress(OSError):
+        click.echo(f"deltackpt: {safe(message)}", err=True)
+        if hint:
+            click.echo(f"  {safe(hint)}", err=True)
 
 
 def _version(context: click.Context, _: click.Parameter, wanted: bool) -> None:
@@ -186,4 +203,9 @@ def open_closed_streams() -> None:
 def main() -> None:
     """Entry point of the installed command. Never returns."""
     open_closed_streams()
-    cli.main(prog_name="deltackpt")
+    try:
+        cli.main(prog_name="deltackpt")
+    except OSError as error:  # of what is printed before a subcommand runs: help, version
+        with suppress(OSError):
+            click.echo(f"deltackpt: {_told(error)[0]}", err=True)
+        sys.exit(Exit.STORAGE)

@@ -11,7 +11,7 @@ from deltackpt_store.errors import ConflictError, StorageError
 from deltackpt_store.settling import ACK_SECONDS
 
 from deltackpt_tools.cli import report_error
-from deltackpt_tools.durations import DURATION
+from deltackpt_tools.durations import DURATION, Seconds
 from deltackpt_tools.exits import exit_code
 from deltackpt_tools.output import (
     counted,
@@ -126,7 +126,7 @@ def to_document(path: str, report: CompactReport) -> dict[str, Any]:
 @click.option("--dry-run", is_flag=True, help="Only tell what would be done; takes no lock.")
 @click.option(
     "--timeout",
-    type=click.FloatRange(min=0),
+    type=Seconds(min=0),
     default=ACK_SECONDS,
     show_default=True,
     help="Seconds to wait for running trainings, and for another 'gc'.",

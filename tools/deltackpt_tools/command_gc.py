@@ -7,6 +7,7 @@ from typing import Any
 import click
 from deltackpt_store.gc import ACK_SECONDS, GcReport, collect
 
+from deltackpt_tools.durations import Seconds
 from deltackpt_tools.output import (
     counted,
     document,
@@ -80,7 +81,7 @@ def _document(path: str, report: GcReport) -> dict[str, Any]:
 )
 @click.option(
     "--timeout",
-    type=click.FloatRange(min=0),
+    type=Seconds(min=0),
     default=ACK_SECONDS,
     show_default=True,
     help="Seconds to wait for running trainings to let go of what is to be deleted.",

@@ -8,6 +8,7 @@ import click
 from deltackpt_store.repair import LostStep, RepairReport, repair
 from deltackpt_store.settling import ACK_SECONDS
 
+from deltackpt_tools.durations import Seconds
 from deltackpt_tools.exits import Exit
 from deltackpt_tools.output import (
     counted,
@@ -105,7 +106,7 @@ def _document(path: str, report: RepairReport) -> dict[str, Any]:
 @click.option("--dry-run", is_flag=True, help="Only tell; reads, and takes no lock.")
 @click.option(
     "--timeout",
-    type=click.FloatRange(min=0),
+    type=Seconds(min=0),
     default=ACK_SECONDS,
     show_default=True,
     help="Seconds to wait for running trainings to let go of damaged packs.",

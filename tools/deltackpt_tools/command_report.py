@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 
 import click
-from deltackpt_store.errors import StorageError
 
 from deltackpt_tools.durations import DURATION
 from deltackpt_tools.exits import Exit
 from deltackpt_tools.output import counted, document, json_option, size, store_argument, write_json
 from deltackpt_tools.progress import Progress
+from deltackpt_tools.publish import cannot_write
 from deltackpt_tools.reporting import MTBF, Report, report
 
 
@@ -24,9 +24,7 @@ def _write(path: str, data: bytes) -> None:
     except OSError as error:
         if os.path.exists(partial):
             os.unlink(partial)
-        raise StorageError(
-            f"cannot write {path}: {error.strerror or error}", path=path, errno=error.errno
-        ) from error
+        raise cannot_write(error, path) from error
 
 
 def _said(result: Report, output: str, written: int) -> list[str]:

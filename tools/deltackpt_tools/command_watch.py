@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import click
 
+from deltackpt_tools.durations import Seconds
 from deltackpt_tools.history_stat import seconds
 from deltackpt_tools.named import StoreLike
 from deltackpt_tools.output import (
@@ -65,7 +66,7 @@ def lines(state: StoreState) -> list[str]:
 @click.option("--once", is_flag=True, help="Show the present state and end.")
 @click.option(
     "--interval",
-    type=click.FloatRange(min=0.05),
+    type=Seconds(min=0.05),
     default=1.0,
     show_default=True,
     metavar="SECONDS",

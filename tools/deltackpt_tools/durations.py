@@ -11,8 +11,12 @@ _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400
 _PIECE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(ms|min|s|m|h|d|w)?\s*")
 
 
+LONGEST = 3_155_760_000.0
+"""Seconds: a hundred years. What waits for longer is refused by the operating system."""
+
+
 def parse_duration(text: str) -> float:
-    """Seconds. A bare number counts as seconds. ValueError for anything else."""
+    """Seconds, up to `LONGEST`. A bare number counts as seconds. ValueError for anything else."""
     position, total = 0, 0.0
     while position < len(text) or not position:
         match = _PIECE.match(text, position)
@@ -20,6 +24,8 @@ def parse_duration(text: str) -> float:
             raise ValueError(f"{text!r} is no duration: write for example 90s, 45m, 6h or 1d12h")
         total += float(match[1]) * _UNITS[match[2] or "s"]
         position = match.end()
+    if total > LONGEST:
+        raise ValueError(f"{text!r} is more than a hundred years")
     return total
 
 
@@ -66,6 +72,20 @@ class _Parsed(_ParamType):
             return self._parse(value)
         except ValueError as error:
             self.fail(str(error), param, ctx)
+
+
+class Seconds(click.FloatRange):
+    """A number of seconds from `min` up to `LONGEST`."""
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        number = super().convert(value, param, ctx)
+        if not number <= LONGEST:  # which NaN is not either
+            self.fail(
+                f"{value!r} is no number of seconds, or more than a hundred years", param, ctx
+            )
+        return number
 
 
 DURATION = _Parsed("duration", parse_duration)

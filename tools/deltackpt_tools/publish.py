@@ -16,7 +16,13 @@ from contextlib import contextmanager
 from io import BufferedRandom
 from types import FrameType
 
-from deltackpt_store.errors import InvalidInputError, NotFoundError
+from deltackpt_store.errors import (
+    DeltackptError,
+    InvalidInputError,
+    NotFoundError,
+    StorageError,
+)
+from deltackpt_store.oserror import hint_for
 
 from deltackpt_tools.exits import Exit
 
@@ -35,6 +41,14 @@ def check_target(path: str, *, force: bool) -> None:
         )
     if os.path.lexists(path) and not force:
         raise _exists(path)
+
+
+def cannot_write(error: OSError, path: str) -> StorageError:
+    """The StorageError for an output file that the file system refused."""
+    return StorageError(
+        f"cannot write {path}: {error.strerror or error}",
+        hint=hint_for(error, path), errno=error.errno, path=path,
+    )  # fmt: skip
 
 
 def _exists(path: str) -> InvalidInputError:
@@ -74,7 +88,7 @@ def published(path: str, *, force: bool) -> Generator[BufferedRandom, None, None
 
     On any exception (Ctrl-C and SIGTERM included) nothing of it remains, and a file that was at
     `path` before is untouched. Durable on return. Raises InvalidInputError when `path` exists and
-    not `force`.
+    not `force`, StorageError when the file system refuses.
     """
     check_target(path, force=force)
     folder, name = os.path.split(os.path.abspath(path))
@@ -89,9 +103,11 @@ def published(path: str, *, force: bool) -> Generator[BufferedRandom, None, None
                 os.replace(temporary, path)
             else:
                 _rename_to_new(temporary, path)
-        except BaseException:
+        except BaseException as error:
             if os.path.lexists(temporary):
                 os.unlink(temporary)
+            if isinstance(error, OSError) and not isinstance(error, DeltackptError):
+                raise cannot_write(error, path) from error
             raise
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:

@@ -168,7 +168,8 @@ def measure(store: Store, progress: Callable[[int, int], None] | None = None) ->
             if progress is not None:
                 progress(done, total)
     runs, referenced = counting.finish()
-    files = measure_files(store)
+    files, left_out = measure_files(store)
+    unreadable += left_out
     distinct = int(catalogue.stored.sum())
     return Usage(
         files=files,
@@ -321,15 +322,17 @@ def _sums(
     return sums.tolist()
 
 
-def measure_files(store: Store) -> Files:
-    """Length of every file of the store, by the folder at the top it lies in ("" for the top)."""
+def measure_files(store: Store) -> tuple[Files, list[tuple[str, str]]]:
+    """Length of every file of the store, by the folder at the top it lies in ("" for the top); and
+    which of them, or of their folders, cannot be read: (path in the store, why)."""
     files = Files()
-    for relative in _walk(store, ""):
+    unreadable: list[tuple[str, str]] = []
+    for relative in _walk(store, "", unreadable):
         try:
             handle = store.io.open(f"{store.path}/{relative}")
         except OSError as error:  # a file may be collected meanwhile; others are no files
             if error.errno not in (errno.ENOENT, errno.ENXIO, errno.EISDIR, errno.ELOOP):
-                raise
+                unreadable.append((relative, error.strerror or str(error)))
             continue
         try:
             length = store.io.size(handle)
@@ -338,10 +341,10 @@ def measure_files(store: Store) -> Files:
         folder = relative.partition("/")[0] if "/" in relative else ""
         files.bytes[folder] = files.bytes.get(folder, 0) + length
         files.count[folder] = files.count.get(folder, 0) + 1
-    return files
+    return files, unreadable
 
 
-def _walk(store: Store, relative: str) -> Iterator[str]:
+def _walk(store: Store, relative: str, unreadable: list[tuple[str, str]]) -> Iterator[str]:
     """Every file below `relative`, as a path relative to the store.
 
     Links are not followed, except one of the store's own folders at the top: what they lead to
@@ -356,5 +359,8 @@ def _walk(store: Store, relative: str) -> Iterator[str]:
         return
     except FileNotFoundError:
         return
+    except OSError as error:
+        unreadable.append((relative, error.strerror or str(error)))
+        return
     for name in sorted(names):
-        yield from _walk(store, f"{relative}/{name}" if relative else name)
+        yield from _walk(store, f"{relative}/{name}" if relative else name, unreadable)

@@ -1,0 +1,157 @@
+"""Prevents: a full output, a folder that may not be read, a cache that cannot be used, or a number
+that is none ends a command or a save with a traceback, or with words that name no way out."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from deltackpt_store.errors import StorageError
+from deltackpt_store.fileio import FileIO
+from deltackpt_store.gc import collect
+from deltackpt_store.lmdb_index import open_index
+from deltackpt_store.oserror import storage_error
+from deltackpt_store.store import Store
+from deltackpt_tools.cli import cli
+from small_store import SmallStore, pattern
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    made = SmallStore(tmp_path / "store")
+    made.save("main", 1, {"w": pattern(3000)})
+    made.close()
+    return made.store
+
+
+def run(*arguments: str) -> Any:
+    return CliRunner().invoke(cli, arguments)
+
+
+def deltackpt(*arguments: str, out: Any, err: Any = subprocess.PIPE) -> tuple[int, str]:
+    code = "from deltackpt_tools.cli import main; main()"
+    command = [sys.executable, "-c", code, *arguments]
+    done = subprocess.run(command, stdout=out, stderr=err, text=True, check=False)
+    return done.returncode, done.stderr or ""
+
+
+def test_a_full_output_is_told(store: Store) -> None:
+    for arguments in (["log", store.path, "--json"], ["log", store.path], ["--help"]):
+        with open("/dev/full", "w") as full:
+            code, told = deltackpt(*arguments, out=full)
+            assert code == 14
+            assert "Traceback" not in told
+            assert "the output: No space left on device" in told
+            assert deltackpt(*arguments, out=full, err=full)[0] == 14
+
+
+def test_the_exit_code_does_not_hang_on_the_output(tmp_path: Path) -> None:
+    """Nobody reads the document of an error, or it finds no room."""
+    nowhere = ["log", str(tmp_path / "none"), "--json"]
+    with open("/dev/full", "w") as full:
+        assert deltackpt(*nowhere, out=full)[0] == 10
+    reader, writer = os.pipe()
+    os.close(reader)
+    code, told = deltackpt(*nowhere, out=writer)
+    os.close(writer)
+    assert code == 10
+    assert "not a deltackpt store" in told
+
+
+@pytest.mark.parametrize("seconds", ["nan", "inf", "1e300"])
+def test_what_is_no_time_is_refused(store: Store, seconds: str) -> None:
+    for arguments in (
+        ["watch", store.path, "--interval", seconds], ["gc", store.path, "--timeout", seconds],
+        ["repair", store.path, "--timeout", seconds], ["compact", store.path, "--timeout", seconds],
+    ):  # fmt: skip
+        result = run(*arguments)
+        assert result.exit_code == 2, arguments
+        assert arguments[2] in result.stderr
+    assert run("compact", store.path, "--watch", "--interval", "9999999999999d").exit_code == 2
+    assert run("verify", store.path, "--budget", "9999999999999d").exit_code == 2
+
+
+def refuse(monkeypatch: pytest.MonkeyPatch, ending: str, *calls: str) -> None:
+    """Let the file system refuse these calls for paths with that ending."""
+    for call in calls:
+        real: Callable[..., Any] = getattr(FileIO, call)
+
+        def refusing(io: FileIO, path: str, *more: Any, real: Callable[..., Any] = real) -> Any:
+            if path.endswith(ending):
+                raise PermissionError(errno.EACCES, "Permission denied", path)
+            return real(io, path, *more)
+
+        monkeypatch.setattr(FileIO, call, refusing)
+
+
+@pytest.mark.parametrize("place", ["gc", "gc/reserve", "quarantine"])
+def test_du_tells_what_it_could_not_look_at(
+    store: Store, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    Path(store.path, "gc/reserve").write_bytes(b"room")
+    refuse(monkeypatch, place, "list", "open")
+    result = run("du", store.path, "--json")
+    assert result.exit_code == 3
+    document = json.loads(result.stdout)
+    assert document["unreadable"] == [{"what": place, "reason": "Permission denied"}]
+    assert document["files"]["packs"]["files"] == 1
+
+
+def test_every_refusal_of_a_plan_is_the_stores_own_error(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refuse(monkeypatch, "/gc", "list", "exists")
+    with pytest.raises(StorageError, match=r"/gc: Permission denied") as caught:
+        collect(store, dry_run=True)
+    assert "permissions" in str(caught.value.hint)
+
+
+def test_an_output_that_cannot_be_written_is_named(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(handle: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    target = tmp_path / "out.safetensors"
+    result = run("export", store.path, "main", str(target), "--json")
+    assert result.exit_code == 14
+    error = json.loads(result.stdout)["error"]
+    assert error["message"] == f"cannot write {target}: No space left on device"
+    assert "free some space" in error["hint"]
+    assert [path.name for path in tmp_path.iterdir()] == ["store"]
+
+
+@pytest.mark.parametrize("place", ["cache", "cache/index"])
+@pytest.mark.parametrize("kind", ["file", "link to itself"])
+def test_a_cache_that_cannot_be_used_stops_no_save(store: Store, place: str, kind: str) -> None:
+    path = Path(store.path, place)
+    shutil.rmtree(f"{store.path}/cache", ignore_errors=True)
+    path.parent.mkdir(exist_ok=True)
+    if kind == "file":
+        path.write_bytes(b"")
+    else:
+        path.symlink_to(path.name)
+    index = open_index(Store.open(store.path), directory=f"{store.path}/cache/index")
+    assert len(index) == 3
+    index.close()
+
+
+def test_links_that_lead_nowhere_are_named(tmp_path: Path) -> None:
+    (tmp_path / "packs").symlink_to(tmp_path / "unmounted")
+    missing = FileNotFoundError(errno.ENOENT, "No such file or directory", f"{tmp_path}/packs/aa")
+    hint = storage_error(missing, "list", f"{tmp_path}/packs/aa").hint
+    assert hint is not None
+    assert hint.startswith(f"{tmp_path}/packs is a symbolic link that leads nowhere")
+    for code in (errno.ENOTDIR, errno.EEXIST):
+        found = OSError(code, os.strerror(code), str(tmp_path))
+        assert "something else lies" in str(storage_error(found, "list", str(tmp_path)).hint)
