@@ -25,7 +25,15 @@ import msgspec
 import numpy as np
 
 from deltackpt_store import encode_helper
-from deltackpt_store.encode_helper import MESSAGE_BYTES, Failed, Job, Piece, Reply, payload_bytes
+from deltackpt_store.encode_helper import (
+    MESSAGE_BYTES,
+    Failed,
+    Job,
+    Message,
+    Piece,
+    Reply,
+    payload_bytes,
+)
 from deltackpt_store.ring import Ring
 
 _R_co = TypeVar("_R_co", covariant=True)
@@ -75,11 +83,10 @@ class _Helper:
         self.cpu_seconds = 0.0
         self._areas = deque(arena[at : at + area] for at in range(0, len(arena), area))
 
-    def give(self, jobs: list[Job], given: _Given) -> None:
+    def give(self, message: Message, given: _Given) -> None:
         """OSError when it is not there any more."""
-        message = encode_helper.encode_message(jobs)
         self.given.append(given)
-        self.sock.send(message, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+        self.sock.send(message.encoded(), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 
     def replies(self) -> tuple[_Given, list[Reply], memoryview] | None:
         """The next replies, to what, and their payloads; None when there are none yet.
@@ -197,18 +204,20 @@ class Crew:
             for helper in list(self._team):
                 if len(helper.given) > ahead or len(shared) <= (workers if ahead else 1):
                     continue
-                given, jobs = _Given(self._round, []), list[Job]()
+                given, message = _Given(self._round, []), Message()
                 for _ in range(max(1, len(shared) // (2 * workers))):
                     task = shared.pop()
                     job = tasks[task].job(self)
                     if job is None:
                         own.append(task)
-                    else:
+                    elif message.add(job):
                         given.tasks.append(task)
-                        jobs.append(job)
-                if jobs:
+                    else:
+                        shared.append(task)
+                        break
+                if given.tasks:
                     try:
-                        helper.give(jobs, given)
+                        helper.give(message, given)
                     except OSError as error:
                         self._lose(helper, own, str(error))
 

@@ -29,8 +29,13 @@ from deltackpt_store.references import Reference, read_reference
 from deltackpt_store.ring import Ring
 
 MESSAGE_BYTES = 64 * 1024
-"""No message is longer."""
+"""No message is longer: the system would cut it off, or refuse it."""
 
+MOST_JOBS = 64
+"""No message has more: a reply to one takes less than 1 KiB."""
+
+_HEAD_BYTES = 8  # of a message, before its jobs
+_MOST_REASON = 200  # characters
 _IDLE_SECONDS = 1.0
 _PR_SET_PDEATHSIG = 1
 
@@ -99,9 +104,32 @@ class Failed(msgspec.Struct, array_like=True, tag=3, frozen=True):
 Job = Digests | Encode
 Reply = Digested | Encoding | Failed
 
-encode_message = msgspec.msgpack.Encoder().encode
+_encode = msgspec.msgpack.Encoder().encode
 decode_replies = msgspec.msgpack.Decoder(list[Reply]).decode
 _decode_jobs = msgspec.msgpack.Decoder(list[Job]).decode
+
+
+class Message:
+    """Jobs on their way to a helper."""
+
+    def __init__(self) -> None:
+        self._jobs: list[msgspec.Raw] = []
+        self._size = _HEAD_BYTES
+
+    def add(self, job: Job) -> bool:
+        """Put a job in; False when there is no room for it."""
+        data = _encode(job)
+        if len(self._jobs) == MOST_JOBS or self._size + len(data) > MESSAGE_BYTES:
+            return False
+        self._jobs.append(msgspec.Raw(data))
+        self._size += len(data)
+        return True
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def encoded(self) -> bytes:
+        return _encode(self._jobs)
 
 
 def payload_bytes(reply: Reply) -> int:
@@ -141,13 +169,14 @@ class Helper:
             for job in _decode_jobs(message):
                 replies.append(self._reply(job, room))
                 room = room[payload_bytes(replies[-1]) :]
-            self._sock.send(encode_message(replies))
+            self._sock.send(_encode(replies))
 
     def _reply(self, job: Job, room: memoryview) -> Reply:
         try:
             return self._digest(job) if isinstance(job, Digests) else self._encode(job, room)
         except (DeltackptError, OSError, ValueError, MemoryError) as error:
-            return Failed(f"{type(error).__name__}: {error}", time.process_time())
+            why = f"{type(error).__name__}: {error}"[:_MOST_REASON]
+            return Failed(why, time.process_time())
 
     def _chunk(self, piece: Piece) -> memoryview:
         slot, at = divmod(piece[0], self._ring.slot_bytes)

@@ -27,7 +27,7 @@ from deltackpt_store.protocol import WriterOptions
 from deltackpt_store.store import Store
 from dense_trainer import DenseState
 from processes import ended
-from toy_trainer import CHUNK, SEED, ToyTrainer, read_arrays
+from toy_trainer import CHUNK, SEED, ToyTrainer, inline_at, layout_of, read_arrays
 
 SUPPORT = Path(__file__).parents[1] / "support"
 CREWED = SUPPORT / "crewed_writer.py"
@@ -42,10 +42,10 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     clients: list[WriterClient] = []
 
     def make(store: str = "store", **options: Any) -> WriterClient:
-        mode = options.pop("mode", "process")
+        mode, slot_bytes = options.pop("mode", "process"), options.pop("slot_bytes", 64 * CHUNK)
         clients.append(
             WriterClient(
-                tmp_path / store, "main", seed=SEED, ring_bytes=256 * CHUNK, slot_bytes=64 * CHUNK,
+                tmp_path / store, "main", seed=SEED, ring_bytes=256 * CHUNK, slot_bytes=slot_bytes,
                 mode=mode, options=WriterOptions(**{"lock_timeout": 60.0, **options}),
             )
         )  # fmt: skip
@@ -123,6 +123,26 @@ def test_what_is_stored_does_not_depend_on_helpers(
     assert "codec.delta.chunks" in crewed.stats[-1]
     assert records(tmp_path / "alone") == records(tmp_path / "store")
     crewed.check(tmp_path / "store")
+
+
+def test_thousands_of_small_chunks_in_a_deep_store_are_shared(
+    tmp_path: Path, start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Prevents: helpers lost for messages too long for them, where tensors are small and many."""
+    arrays = [random.Random(i).randbytes(520) for i in range(7500)]
+    layout = layout_of(sizes=(520,) * len(arrays))
+    names = ("store", "/".join(["deep" * 50] * 8))
+    for name in names:
+        client = start(name, slot_bytes=256 * CHUNK)
+        trainer = ToyTrainer(client, layout)
+        for step in range(2):
+            saved = [*(bytes((step,)) + array[1:] for array in arrays), inline_at(step)]
+            trainer.save_now(step, saved)
+        assert len(helpers_of(client.writer_pid)) == HELPERS
+        client.close(60)
+        store = Store.open(tmp_path / name)
+        assert read_arrays(store, store.head("main"))[:-1] == saved[:-1]
+    assert not caplog.records
 
 
 def test_a_damaged_reference_is_as_good_as_none(tmp_path: Path, start: Start) -> None:
