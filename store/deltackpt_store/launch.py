@@ -61,10 +61,7 @@ class WriterProcess:
                 hint='use writer="thread"',
             )
         self._stderr = error_file()
-        command = [sys.executable, "-P"]
-        if sys.flags.no_user_site:
-            command.append("-s")
-        command += [writer.__file__, "--control-fd", str(control.fileno())]
+        command = [*_interpreter(), writer.__file__, "--control-fd", str(control.fileno())]
         command += ["--ring-fd", str(memory), "--parent", str(os.getpid()), "--nice", str(nice)]
         command += ["--path", os.pathsep.join(_dependency_directories())]
         # Blocked from birth, ignored as soon as the writer runs: no gap in which one could kill it.
@@ -142,7 +139,7 @@ def start_compactions(
     `settings` are its `JobSettings` as JSON. It tells on stdout what it has done, and ends with
     this process. `stderr` takes its last words. OSError when it cannot be started.
     """
-    command = [sys.executable, "-P", writer.__file__, "--store", store, "--compact", settings]
+    command = [*_interpreter(), writer.__file__, "--store", store, "--compact", settings]
     command += ["--parent", str(os.getpid()), "--nice", "19"]
     command += ["--path", os.pathsep.join(_dependency_directories())]
     return subprocess.Popen(
@@ -196,14 +193,24 @@ def error_file() -> IO[bytes] | None:
         return None
 
 
+def _interpreter() -> list[str]:
+    """The trainer's interpreter, with what it has been told to leave out of account."""
+    command = [sys.executable, "-P"]
+    if sys.flags.ignore_environment:
+        command.append("-E")
+    if sys.flags.no_user_site:
+        command.append("-s")
+    return command
+
+
 def _environment() -> dict[str, str]:
     """The trainer's environment, without what would make an interpreter misbehave."""
     environment = dict(os.environ)
     for name in ("PYTHONINSPECT", "PYTHONWARNINGS", "PYTHONSTARTUP", "PYTHONBREAKPOINT"):
         environment.pop(name, None)
-    inherited = environment.pop("PYTHONPATH", "")
-    paths = [os.path.abspath(path) for path in inherited.split(os.pathsep) if path]
-    if paths and not sys.flags.ignore_environment:
+    inherited = environment.pop("PYTHONPATH", "").split(os.pathsep)
+    paths = [path for path in map(_absolute, filter(None, inherited)) if path]
+    if paths:
         environment["PYTHONPATH"] = os.pathsep.join(paths)  # the writer runs in another directory
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
         environment[name] = "1"
@@ -212,6 +219,14 @@ def _environment() -> dict[str, str]:
     environment.setdefault("MALLOC_MMAP_THRESHOLD_", str(64 << 20))
     environment.setdefault("MALLOC_TRIM_THRESHOLD_", str(128 << 20))
     return environment
+
+
+def _absolute(path: str) -> str:
+    """`path` from the root; "" for one relative to a working directory that has been deleted."""
+    try:
+        return os.path.abspath(path)
+    except FileNotFoundError:
+        return ""
 
 
 def _dependency_directories() -> list[str]:
@@ -227,10 +242,10 @@ def _dependency_directories() -> list[str]:
             continue
         if spec is None or spec.origin is None:
             continue
-        directory = os.path.dirname(os.path.abspath(spec.origin))
+        directory = os.path.dirname(_absolute(spec.origin))
         if spec.submodule_search_locations is not None:
             directory = os.path.dirname(directory)
-        if directory not in directories:
+        if directory and directory not in directories:
             directories.append(directory)
     return directories
 
