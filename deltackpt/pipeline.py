@@ -182,7 +182,9 @@ class SavePipeline:
 
     def wait_idle(self, timeout: float | None = None) -> bool:
         """Wait until nothing is in flight; False after `timeout` seconds. For any thread."""
+        self._actions.put(_nothing)
         with self._condition:
+            self._condition.notify_all()  # a signal handler may have raised before `_accept` did
             return self._condition.wait_for(lambda: not self._tasks, timeout)
 
     def close(self, timeout: float) -> None:
@@ -214,25 +216,35 @@ class SavePipeline:
         self._actions.put(_nothing)  # the finishing thread learns of the new deadline
 
     def _start_threads(self) -> None:
+        """Start both or none, also when a signal handler raises here. Within `_condition`."""
         if self._threads:
             return
         threads = [
-            threading.Thread(target=target, name=f"deltackpt-{name}", daemon=True)
-            for name, target in (("finish", self._finish_loop), ("stage", self._stage_loop))
+            threading.Thread(target=self._run, args=(loop,), name=f"deltackpt-{name}", daemon=True)
+            for name, loop in (("finish", self._finish_loop), ("stage", self._stage_loop))
         ]
         lifecycle.register(self)
         try:
             for thread in threads:
                 thread.start()
-        except RuntimeError as error:  # the system gives no more threads: try again next time
-            if threads[0].ident is not None:
-                self._actions.put(None)
-            raise StateError(
+            self._threads = threads
+        except BaseException as error:
+            if not self._threads:
+                lifecycle.unregister(self)
+            if not isinstance(error, RuntimeError):
+                raise
+            raise StateError(  # the system gives no more threads: try again next time
                 f"no thread can be started for saving: {error}",
                 kind="no-thread",
                 hint="raise the limit on threads or processes (ulimit -u)",
             ) from error
-        self._threads = threads
+
+    def _run(self, loop: Callable[[], None]) -> None:
+        """Do a thread's work, once it is known that both could be started."""
+        with self._condition:
+            if threading.current_thread() not in self._threads:
+                return
+        loop()
 
     def _deadline(self) -> float:
         return time.monotonic() + self._options.durable_timeout

@@ -64,6 +64,9 @@ class Connection:
         """How the writer ended, set before `on_end` is called."""
         self._running: Running | None = None
         self._theirs: socket.socket | None = None
+        self._watch = -1
+        """Tells of the death of a writer process, also where a child, forked while it was started,
+        holds its end of the channel open."""
         if standby is None:
             self._start(mode, nice, io)
         else:
@@ -71,6 +74,10 @@ class Connection:
             _connections.add(self)
             self._running = standby.take_process()
         assert self._running is not None
+        if mode == "process":
+            with contextlib.suppress(AttributeError, OSError):
+                self._watch = os.pidfd_open(self._running.pid)
+                self._channel.watch(self._watch)
         self.writer_pid = self._running.pid
         self._sender = threading.Thread(target=self._send_loop, name="deltackpt-send", daemon=True)
         self._receiver = threading.Thread(
@@ -78,9 +85,18 @@ class Connection:
         )
 
     def start(self) -> None:
-        """Begin to carry messages: from here on `on_end` may come, of a dead writer at once."""
-        self._sender.start()
-        self._receiver.start()
+        """Begin to carry messages: from here on `on_end` may come, of a dead writer at once.
+
+        Raises `WriterError` when there are no threads for it; the writer has then been ended.
+        """
+        try:
+            self._sender.start()
+            self._receiver.start()
+        except BaseException as error:
+            self._close()
+            if not isinstance(error, RuntimeError):
+                raise
+            raise _no_thread(error) from error
 
     def _start(self, mode: Literal["process", "thread"], nice: int, io: FileIO | None) -> None:
         ours, theirs = socket_pair()
@@ -93,11 +109,13 @@ class Connection:
                 theirs.close()
             else:
                 self._running = WriterThread(theirs, self._ring, io=io)
-        except BaseException:
+        except BaseException as error:
             self._ended = True
             theirs.close()
             self._channel.close()
-            raise
+            if not isinstance(error, RuntimeError):
+                raise
+            raise _no_thread(error) from error
         self._theirs = None
 
     def post(self, message: ToWriter) -> None:
@@ -143,16 +161,27 @@ class Connection:
             _log.exception("a message of the writer could not be handled")
             broken = WriterError(f"a message of the writer could not be handled: {error!r}")
         try:
-            self._channel.shutdown()
-            assert self._running is not None
-            self._running.wait(_REAP_SECONDS)
-            self.obituary = self._running.bury()
-            self._outbox.put(None)
-            self._sender.join()
-            self._ended = True
-            self._channel.close()
+            self._close()
         finally:
             self._on_end(broken)
+
+    def _close(self) -> None:
+        """End the channel, and with it the writer; see how it ended."""
+        self._channel.shutdown()
+        assert self._running is not None
+        self._running.wait(_REAP_SECONDS)
+        self.obituary = self._running.bury()
+        self._outbox.put(None)
+        if self._sender.ident is not None:
+            self._sender.join()
+        self._ended = True
+        self._channel.close()
+        self._close_watch()
+
+    def _close_watch(self) -> None:
+        watch, self._watch = self._watch, -1
+        if watch >= 0:
+            os.close(watch)
 
     def leave(self) -> None:
         """At interpreter exit without close: hand over what is queued, in bounded time.
@@ -173,6 +202,8 @@ class Connection:
         self._ended = True
         with contextlib.suppress(OSError):
             self._channel.close_in_child()
+        with contextlib.suppress(OSError):
+            self._close_watch()
         if self._theirs is not None:
             with contextlib.suppress(OSError):
                 os.close(self._theirs.detach())
@@ -181,6 +212,13 @@ class Connection:
         if self._running is not None:
             with contextlib.suppress(OSError):
                 self._running.forget()
+
+
+def _no_thread(error: RuntimeError) -> WriterError:
+    return WriterError(
+        f"no thread can be started for the writer: {error}",
+        kind="no-thread", hint="raise the limit on threads or processes (ulimit -u)",
+    )  # fmt: skip
 
 
 _connections: weakref.WeakSet[Connection] = weakref.WeakSet()

@@ -246,9 +246,13 @@ class Channel:
         self._socket = sock
         self._poll: select.poll | None = None
         if watch is not None:
-            self._poll = select.poll()
-            self._poll.register(sock.fileno(), select.POLLIN)
-            self._poll.register(watch, select.POLLIN)
+            self.watch(watch)
+
+    def watch(self, watch: int) -> None:
+        """Do as a channel that was made with `watch`; to be called before anything is received."""
+        self._poll = select.poll()
+        self._poll.register(self._socket.fileno(), select.POLLIN)
+        self._poll.register(watch, select.POLLIN)
 
     def send(self, frame: bytes) -> None:
         """Send one frame of :func:`encode` whole; blocks while the other side does not read."""

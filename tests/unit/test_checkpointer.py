@@ -39,7 +39,7 @@ from torch import nn
 
 import deltackpt.detect as detect_module
 import deltackpt.stage as stage_module
-from deltackpt import events
+from deltackpt import events, lifecycle
 from deltackpt.checkpointer import Checkpointer
 from deltackpt.pipeline import SavePipeline
 from deltackpt.policy import Keep
@@ -496,6 +496,55 @@ def test_no_thread_for_saving_is_an_error_and_the_next_save_tries_again(
     ckpt.save(1).result(60)
     ckpt.close()
     assert steps(path) == [1]
+
+
+@pytest.mark.parametrize("interrupted", ["deltackpt-finish", "deltackpt-stage"])
+def test_an_interrupt_while_the_threads_start_leaves_none_behind(
+    path: Path, opened: Opener, monkeypatch: pytest.MonkeyPatch, interrupted: str
+) -> None:
+    """Prevents: two sets of threads that stage side by side, or one that nobody ends."""
+    real, begun = threading.Thread.start, list[threading.Thread]()
+
+    def start(self: threading.Thread) -> None:
+        real(self)
+        begun.append(self)
+        if self.name == interrupted:
+            raise KeyboardInterrupt
+
+    ckpt = opened({"x": torch.zeros(5000)})
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        with pytest.raises(KeyboardInterrupt):
+            ckpt.save(1)
+    for thread in begun:
+        thread.join(60)
+        assert not thread.is_alive()
+    assert ckpt._pipeline not in lifecycle._open
+    ckpt.save(1).result(60)
+    ckpt.close()
+    assert steps(path) == [1]
+
+
+def test_an_interrupt_while_a_save_is_accepted_does_not_make_close_wait_for_ever(
+    path: Path, opened: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ckpt = opened({"x": torch.zeros(5000)})
+    ckpt.save(0)
+    ckpt.wait(60)
+    condition = ckpt._pipeline._condition
+
+    def interrupt() -> None:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(condition, "notify_all", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        ckpt.save(1)
+    closing = threading.Thread(target=ckpt.close, daemon=True)
+    closing.start()
+    closing.join(60)
+    assert not closing.is_alive()
+    assert steps(path) == [0, 1]
 
 
 def test_saves_in_flight_behind_a_failed_one_fail_with_it(

@@ -9,6 +9,7 @@ import logging
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -108,8 +109,24 @@ def test_only_the_trainers_import_path_leads_to_the_package(tmp_path: Path) -> N
         "client.close(60)\n"
     )
     python = getattr(sys, "_base_executable", sys.executable)
-    subprocess.run([python, "-I", "-S", script, tmp_path / "store"], check=True, timeout=120)
+    # What the trainer leaves out of account would not let an interpreter start.
+    environment = {**os.environ, "PYTHONHOME": "/nonexistent", "PYTHONIOENCODING": "nonsense"}
+    subprocess.run(
+        [python, "-I", "-S", script, tmp_path / "store"],
+        check=True, timeout=120, env=environment,
+    )  # fmt: skip
     assert check_run(str(tmp_path / "store")) == [3]
+
+
+def test_a_working_directory_that_is_gone_is_in_nobodys_way(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    monkeypatch.setenv("PYTHONPATH", f"relative{os.pathsep}/does/not/exist")
+    start(tmp_path / "store").save_now(0)
+    assert launch._environment()["PYTHONPATH"] == "/does/not/exist"
 
 
 def test_module_entry_point_runs_the_same_writer(tmp_path: Path) -> None:
@@ -177,6 +194,42 @@ def test_the_writer_inherits_only_its_two_descriptors(start: Start, tmp_path: Pa
     assert str(tmp_path / "mine") not in held
 
 
+@pytest.mark.parametrize("mode", ["process", "thread"])
+@pytest.mark.parametrize("missing", ["deltackpt-send", "deltackpt-receive", "deltackpt-writer"])
+def test_no_thread_for_the_writer_is_an_error_and_leaves_nothing_behind(
+    start: Start, monkeypatch: pytest.MonkeyPatch, mode: str, missing: str
+) -> None:
+    """Prevents: a process left behind, and an exit that joins threads that never ran."""
+    if (mode, missing) == ("process", "deltackpt-writer"):
+        pytest.skip("not a thread of this process")
+    real, before = threading.Thread.start, descriptors()
+    started: list[int] = []
+
+    class Noted(launch.WriterProcess):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            started.append(self.pid)
+
+    def refuse(self: threading.Thread) -> None:
+        if self.name == missing:
+            raise RuntimeError("can't start new thread")
+        real(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(connection, "WriterProcess", Noted)
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(WriterError, match="no thread can be started") as caught:
+            start(mode=mode)
+        assert "ulimit -u" in caught.value.hint
+        del caught
+    for pid in started:
+        with pytest.raises(ChildProcessError):  # it has ended and is no zombie
+            os.waitpid(pid, os.WNOHANG)
+    assert sorted(descriptors()) == sorted(before)
+    connection._exiting()
+    start(mode=mode).save_now(0)
+
+
 @pytest.mark.parametrize(
     "options",
     [{"mode": "fork"}, {"ring_bytes": 0}, {"slot_bytes": 5}, {"io": FileIO()}],
@@ -227,6 +280,37 @@ def test_a_locked_run_names_the_process_that_holds_it(start: Start) -> None:
 
 
 # death of the writer -------------------------------------------------------------------------
+
+
+def test_a_child_forked_while_the_writer_starts_does_not_hide_its_death(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prevents: saves that wait until their time is over because a DataLoader worker, forked by
+    another thread at that moment, holds the writer's end of the channel open."""
+    real, children = socket.socketpair, list[int]()
+
+    def pair(*args: Any) -> tuple[socket.socket, socket.socket]:
+        ends = real(*args)
+        child = os.fork()
+        if child == 0:
+            signal.pause()
+        children.append(child)
+        return ends
+
+    with monkeypatch.context() as patch:
+        patch.setattr(socket, "socketpair", pair)
+        client = start().client
+    try:
+        client.ready(60)
+        os.kill(client.writer_pid, signal.SIGKILL)
+        assert client._connection.join(20)
+        with pytest.raises(WriterError, match="SIGKILL"):
+            client.acquire_slot(0)
+    finally:
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+    assert children
 
 
 def test_a_killed_writer_fails_what_is_in_flight_at_once(start: Start, tmp_path: Path) -> None:
