@@ -32,6 +32,9 @@ ATTEND_SECONDS = 1.0
 """How often a session looks whether a garbage collection waits for it, idle or busy."""
 
 
+_Received = ToWriter | DeltackptError | None
+
+
 class Mailbox:
     """Both directions of the channel as the session sees them.
 
@@ -40,7 +43,8 @@ class Mailbox:
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        self._inbox: queue.SimpleQueue[ToWriter | DeltackptError | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[_Received] = queue.SimpleQueue()
+        self._ahead: list[_Received] = []  # taken from there too early, one at most
         self._sending = threading.Lock()
         self.gone = threading.Event()
         """Set when the trainer is gone: nothing that is sent will be read any more."""
@@ -67,6 +71,9 @@ class Mailbox:
         While there is none, `idle` is called every `ATTEND_SECONDS`.
         """
         while True:
+            if self._ahead:
+                message = self._ahead.pop()
+                break
             try:
                 message = self._inbox.get(timeout=None if idle is None else ATTEND_SECONDS)
                 break
@@ -77,9 +84,20 @@ class Mailbox:
             raise message
         return message
 
+    def slots(self, first: protocol.Slot, most: int) -> list[protocol.Slot]:
+        """`first` and what has arrived of the same save right after it, at most so many."""
+        slots = [first]
+        while len(slots) < most and not self.idle():
+            message = self._inbox.get()
+            if not isinstance(message, protocol.Slot) or message.save != first.save:
+                self._ahead.append(message)
+                break
+            slots.append(message)
+        return slots
+
     def idle(self) -> bool:
         """Whether no message is waiting."""
-        return self._inbox.empty()
+        return not self._ahead and self._inbox.empty()
 
     def send(self, message: ToTrainer) -> None:
         """Tell the trainer; silently nothing once it is gone."""
@@ -182,9 +200,12 @@ def _loop(mailbox: Mailbox, session: RunWriter) -> None:
         if message is None or isinstance(message, protocol.Close):
             return
         handled += isinstance(message, protocol.Begin)
-        if mailbox.begun > handled and isinstance(message, protocol.Slot):
-            session.hurry()
-        session.handle(message)
+        if isinstance(message, protocol.Slot):
+            if mailbox.begun > handled:
+                session.hurry()
+            session.stage(mailbox.slots(message, session.most_together))
+        else:
+            session.handle(message)
         if mailbox.idle():
             session.relieve()
         if time.monotonic() - attended >= ATTEND_SECONDS:

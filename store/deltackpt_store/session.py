@@ -13,7 +13,7 @@ import logging
 import os
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -44,6 +44,8 @@ from deltackpt_store.store_writer import StoreWriter
 from deltackpt_store.tables import ChunkTable
 
 _log = logging.getLogger("deltackpt.writer")
+
+_TOGETHER_BYTES = 32 * 1024 * 1024
 
 KEPT_TABLES = 4
 """Chunk tables kept for saves to be relative to: two in flight, the last commit, one spare."""
@@ -110,7 +112,7 @@ class RunWriter:
             case Begin():
                 self._begin(message)
             case Slot():
-                self._slot(message)
+                self.stage([message])
             case Finish():
                 self._finish(message)
             case protocol.Abort(save):
@@ -301,16 +303,26 @@ class RunWriter:
 
     # staging -----------------------------------------------------------------------------------
 
-    def _slot(self, message: Slot) -> None:
-        save = self._active.get(message.save)
+    @property
+    def most_together(self) -> int:
+        """Slots that are worth handing to `stage` at a time."""
+        return max(1, min(_TOGETHER_BYTES // self._ring.slot_bytes, self._ring.slots // 8))
+
+    def stage(self, messages: Sequence[Slot]) -> None:
+        """Store what lies in slots of one save: the more at a time, the better on several cores.
+
+        A failure of the save is told to the trainer.
+        """
+        save = self._active.get(messages[0].save)
+        slots = [message.slot for message in messages]
         if save is None:  # failed or given up while this was on its way
-            self._send(protocol.Released([message.slot]))
+            self._send(protocol.Released(slots))
             return
-        self._held.append(message.slot)
+        self._held += slots
         self._dirty.add(save.id)
         began = time.perf_counter()
         try:
-            self._stage(save, message)
+            self._stage(save, messages)
         except Exception as error:
             self._fail(save.id, error)
             return
@@ -318,24 +330,24 @@ class RunWriter:
         if 2 * len(self._held) >= self._ring.slots:
             self._flush()  # the trainer fills the other half meanwhile
 
-    def _stage(self, save: PendingSave, message: Slot) -> None:
-        data = self._ring.view(message.slot)
-        records = list(protocol.unpack_records(message.records))
+    def _stage(self, save: PendingSave, messages: Sequence[Slot]) -> None:
+        places: list[tuple[int, int, bytes]] = []  # extent, chunk, change hash
         pieces: list[memoryview] = []
-        for extent, chunk, offset, length, _ in records:
-            save.check_place(extent, chunk, length)
-            if offset + length > len(data):
-                raise InvalidInputError(
-                    f"a staged chunk lies at {offset} + {length} of a slot of {len(data)} bytes",
-                    kind="protocol",
-                )
-            pieces.append(data[offset : offset + length])
+        for message in messages:
+            data = self._ring.view(message.slot)
+            for extent, chunk, offset, length, change in protocol.unpack_records(message.records):
+                save.check_place(extent, chunk, length)
+                if offset + length > len(data):
+                    raise InvalidInputError(
+                        f"a staged chunk lies at {offset} + {length} in a slot of {len(data)}",
+                        kind="protocol",
+                    )
+                places.append((extent, chunk, change))
+                pieces.append(data[offset : offset + length])
         arrived: list[Arrived] = []
         digests = self._writer.digests(pieces, self._seed)
-        for (extent, chunk, *_, expected), raw, digest in zip(
-            records, pieces, digests, strict=True
-        ):
-            if digest.change != expected:
+        for (extent, chunk, change), raw, digest in zip(places, pieces, digests, strict=True):
+            if digest.change != change:
                 raise save.torn(extent, chunk)
             arrived.append(Arrived(extent, chunk, raw, digest.id))
         self._intake.take(save, arrived)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -36,6 +37,9 @@ class Inbox:
     def get(self, *args: Any) -> Any:
         return self.waiting.popleft() if self.waiting else None
 
+    def slots(self, first: Any, most: int) -> list[Any]:
+        return [first]
+
     def idle(self) -> bool:
         return not self.waiting
 
@@ -43,8 +47,13 @@ class Inbox:
 class Session:
     """Notes what the loop asks for."""
 
+    most_together = 1
+
     def __init__(self) -> None:
         self.calls: list[str] = []
+
+    def stage(self, messages: list[Any]) -> None:
+        self.calls += [type(message).__name__ for message in messages]
 
     def handle(self, message: Any) -> None:
         self.calls.append(type(message).__name__)
@@ -62,6 +71,24 @@ def test_a_save_that_waits_makes_the_writer_hurry(arrived: int, hurried: int) ->
     assert [c for c in session.calls if c in ("Begin", "Slot")] == [
         type(message).__name__ for message in messages
     ]
+
+
+def test_slots_of_one_save_are_taken_together_and_in_order() -> None:
+    ours, theirs = socket.socketpair()
+    mailbox = serve.Mailbox(protocol.Channel(ours))
+    sent = [slot(1), slot(1), slot(1), slot(2), protocol.NeedSlots(), slot(2)]
+    for message in sent:
+        theirs.sendall(protocol.encode(message))
+    theirs.shutdown(socket.SHUT_WR)
+    mailbox.start()
+    assert mailbox.gone.wait(60)  # all but the end is there
+    taken: list[list[Any]] = []
+    while (message := mailbox.get()) is not None:
+        slots = isinstance(message, protocol.Slot)
+        taken.append(mailbox.slots(message, 2) if slots else [message])
+    mailbox.close()
+    theirs.close()
+    assert taken == [sent[:2], sent[2:3], sent[3:4], sent[4:5], sent[5:]]
 
 
 @pytest.fixture
