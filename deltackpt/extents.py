@@ -11,6 +11,7 @@ import ctypes
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -50,6 +51,15 @@ class _Cut:
     plain: bool
     still: bool
     path: str
+
+
+class _Places(NamedTuple):
+    """Of each tensor: the address of its first element, which byte of its storage that is, and the
+    bytes of the storage. (Lists, as reading single elements of arrays is slow.)"""
+
+    address: list[int]
+    begin: list[int]
+    storage: list[int]
 
 
 class Plan:
@@ -138,7 +148,12 @@ class Plan:
         string_at = ctypes.string_at
         inline: dict[int, bytes] = dict.fromkeys(self._empty, b"")
         inline.update(zip(self._inline, map(string_at, at, self._inline_bytes), strict=True))
-        small = self._gather_small(tensors, measured)
+        places = _Places(
+            measured.address.tolist(),
+            (measured.offset * self._itemsize).tolist(),
+            measured.storage.tolist(),
+        )
+        small = self._gather_small(tensors, places)
         sources: dict[int, Source] = {}
         copies: list[int] = []
         signs: dict[str, Signs] = {}
@@ -148,30 +163,29 @@ class Plan:
             if c.still:
                 signs[key] = _signs(tensors, c.members)
                 live = live and (before is None or before.get(key) == signs[key])
-            data = self._flat(e, tensors, measured) if live else None
+            data = self._flat(e, tensors, places) if live else None
             if data is not None:
                 owner = tensors[c.members[0]]
                 sources[e] = Source(data, True, key, owner, still=c.still)
             else:
                 copies.append(e)
-        leases, figures = self._copy(copies, tensors, measured, sources, pool)
+        leases, figures = self._copy(copies, tensors, places, sources, pool)
         return Taken(inline, small, sources, leases, figures, signs)
 
-    def _flat(self, extent: int, tensors: Sequence[Tensor], measured: Probe) -> Tensor | None:
+    def _flat(self, extent: int, tensors: Sequence[Tensor], places: _Places) -> Tensor | None:
         """The extent in place, from any member whose storage holds all of it."""
         c, nbytes = self._cuts[extent], self.specs[extent].nbytes
-        start = int(measured.address[c.members[0]]) + c.shift
+        start = places.address[c.members[0]] + c.shift
         for i in c.members:
-            begin = int(measured.offset[i]) * int(self._itemsize[i])
-            at = start - (int(measured.address[i]) - begin)
-            if at >= 0 and at + nbytes <= int(measured.storage[i]):
+            at = start - places.address[i] + places.begin[i]
+            if at >= 0 and at + nbytes <= places.storage[i]:
                 return _bytes_of(tensors[i], at, nbytes)
         return None
 
-    def _fill(self, extent: int, out: Tensor, tensors: Sequence[Tensor], measured: Probe) -> None:
+    def _fill(self, extent: int, out: Tensor, tensors: Sequence[Tensor], places: _Places) -> None:
         """Copy the extent into `out`: as it is, packed, or pieced together from storages."""
         c = self._cuts[extent]
-        data = self._flat(extent, tensors, measured) if c.dims is None else None
+        data = self._flat(extent, tensors, places) if c.dims is None else None
         if data is not None:
             out.copy_(data)
             return
@@ -180,29 +194,27 @@ class Plan:
             out.view(source.dtype).view(source.shape).copy_(source)
             return
         out.zero_()
-        for at, own in self._parts(c, tensors, measured):
+        for at, own in self._parts(c, tensors, places):
             out[at : at + own.numel()].copy_(own)
 
     def _parts(
-        self, c: _Cut, tensors: Sequence[Tensor], measured: Probe
+        self, c: _Cut, tensors: Sequence[Tensor], places: _Places
     ) -> Iterator[tuple[int, Tensor]]:
         """What each member has of an extent that no storage holds whole, and where it belongs."""
-        start = int(measured.address[c.members[0]]) + c.shift
+        start = places.address[c.members[0]] + c.shift
         for i in c.members:
-            own = _bytes_of(
-                tensors[i], int(measured.offset[i] * self._itemsize[i]), int(self._need[i])
-            )
-            yield int(measured.address[i]) - start, own
+            own = _bytes_of(tensors[i], places.begin[i], int(self._need[i]))
+            yield places.address[i] - start, own
 
-    def _gather_small(self, tensors: Sequence[Tensor], measured: Probe) -> list[SmallBytes]:
+    def _gather_small(self, tensors: Sequence[Tensor], places: _Places) -> list[SmallBytes]:
         """Small extents that are not plain CPU bytes: one transfer per device, not waited for."""
         parts: dict[torch.device, list[tuple[int, Tensor]]] = {}
         for e in self._packed_inline:
-            data = self._flat(e, tensors, measured) if self._cuts[e].dims is None else None
+            data = self._flat(e, tensors, places) if self._cuts[e].dims is None else None
             if data is None:
                 device = tensors[self._cuts[e].members[0]].device
                 data = torch.empty(self.specs[e].nbytes, dtype=torch.uint8, device=device)
-                self._fill(e, data, tensors, measured)
+                self._fill(e, data, tensors, places)
             parts.setdefault(data.device, []).append((e, data))
         return [
             SmallBytes([e for e, _ in items], [data for _, data in items])
@@ -213,7 +225,7 @@ class Plan:
         self,
         copies: list[int],
         tensors: Sequence[Tensor],
-        measured: Probe,
+        places: _Places,
         sources: dict[int, Source],
         pool: BufferPool,
     ) -> tuple[list[Lease], dict[str, CopyFigures]]:
@@ -237,9 +249,9 @@ class Plan:
                 buffer, parts = self._room(extents, partial(pool.take, device))
                 leases.append(Lease(buffer))
                 held = buffer.numel()
-                self._keep(extents, parts, tensors, measured, sources)
+                self._keep(extents, parts, tensors, places, sources)
             if way is not None:
-                cost = self._land(landed, device, way, tensors, measured, sources, pool, leases)
+                cost = self._land(landed, device, way, tensors, places, sources, pool, leases)
                 figures[str(device)] = replace(cost, device_bytes=cost.device_bytes + held)
         return leases, figures
 
@@ -257,7 +269,7 @@ class Plan:
         extents: list[int],
         parts: Sequence[Tensor],
         tensors: Sequence[Tensor],
-        measured: Probe,
+        places: _Places,
         sources: dict[int, Source],
     ) -> None:
         """Copy extents into the parts of a buffer on their own device."""
@@ -265,9 +277,9 @@ class Plan:
         for e, out in zip(extents, parts, strict=True):
             c, nbytes = self._cuts[e], self.specs[e].nbytes
             if c.plain and nbytes <= _MEMMOVE_BYTES:
-                ctypes.memmove(at, int(measured.address[c.members[0]]) + c.shift, nbytes)
+                ctypes.memmove(at, places.address[c.members[0]] + c.shift, nbytes)
             else:
-                self._fill(e, out, tensors, measured)
+                self._fill(e, out, tensors, places)
             sources[e] = Source(out, False, self._keys[e], None)
             at += nbytes + -nbytes % _ALIGN
 
@@ -277,7 +289,7 @@ class Plan:
         device: torch.device,
         way: landing.Transport,
         tensors: Sequence[Tensor],
-        measured: Probe,
+        places: _Places,
         sources: dict[int, Source],
         pool: BufferPool,
         leases: list[Lease],
@@ -292,11 +304,11 @@ class Plan:
             c = self._cuts[e]
             if c.dims is not None:
                 landed.packed(out, _strided(tensors[c.members[0]], c.dims))
-            elif (data := self._flat(e, tensors, measured)) is not None:
+            elif (data := self._flat(e, tensors, places)) is not None:
                 landed.dense(out, data)
             else:
                 out.zero_()
-                for at, own in self._parts(c, tensors, measured):
+                for at, own in self._parts(c, tensors, places):
                     landed.dense(out[at : at + own.numel()], own)
         arrived = way.record()
         leases.append(Lease(buffer, device, arrived))
