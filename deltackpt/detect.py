@@ -189,11 +189,18 @@ class Workers:
             raise errors[0]
 
     def close(self) -> None:
-        """Let the threads end; none of them is working, since `run` has returned."""
+        """End the threads and wait for it; none of them is working, since `run` has returned.
+
+        One that lets go of a tensor while the interpreter ends would abort the process: PyTorch
+        takes the GIL again in a destructor, where Python then ends the thread.
+        """
         for _ in self._started:
             self._jobs.put(None)
+        for thread in self._started:
+            thread.join()
         self._started.clear()
 
     def _serve(self) -> None:
         while (job := self._jobs.get()) is not None:
             job()
+            del job  # and the tensors of the save, which it refers to

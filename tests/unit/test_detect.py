@@ -129,6 +129,30 @@ def test_an_error_in_any_thread_is_raised_by_run(failing: int) -> None:
     workers.close()
 
 
+class Heavy:
+    """What a job refers to, slow to let go of, as many tensors are."""
+
+    def __init__(self) -> None:
+        self.all_here = threading.Barrier(3)
+
+    def __call__(self, units: Iterator[Unit]) -> None:
+        self.all_here.wait(30)
+
+    def __del__(self) -> None:
+        time.sleep(0.2)
+
+
+def test_no_thread_is_left_when_close_returns() -> None:
+    """Prevents: the interpreter ends while a helper lets go of tensors, and aborts (SIGABRT)."""
+    before = set(threading.enumerate())
+    workers = Workers(3)
+    workers.run(Heavy(), units_of(50))
+    helpers = set(threading.enumerate()) - before
+    assert len(helpers) == 2
+    workers.close()
+    assert not any(thread.is_alive() for thread in helpers)
+
+
 def progress_without_the_interpreter(action: Callable[[], object]) -> bool:
     """Whether another Python thread gets on while `action` runs and never gives way by itself."""
     turns, stop = [0], [False]
