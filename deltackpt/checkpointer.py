@@ -12,6 +12,7 @@ from typing import Any, Literal, Self
 
 import torch
 from deltackpt_store.errors import (
+    ConflictError,
     DeltackptError,
     InvalidInputError,
     NotFoundError,
@@ -260,11 +261,17 @@ class Checkpointer:
 
     def _step(self, step: int, metrics: Mapping[str, float] | None) -> Save | None:
         due = self._due.is_due(step)
+        before = self._newest_step, self._newest_metrics
         self._newest_step, self._newest_metrics = step, {}
         self._newest_metrics = metrics = note_metrics(metrics)
         must = self._signals.pending
         if due or must or self._deferred or self._pipeline.failures.torn:
-            return self._save(step, metrics, must=must)
+            try:
+                return self._save(step, metrics, must=must)
+            except ConflictError as error:
+                if error.kind == "step-exists":  # refused for good: not for close to try again
+                    self._newest_step, self._newest_metrics = before
+                raise
         self._due.seen(step, started=False)
         return None
 
@@ -313,6 +320,8 @@ class Checkpointer:
         if self._compactions is not None:
             self._compactions.start()
         self._skipped, self._deferred, self._saved_step = 0, False, step
+        if self._newest_step is not None and step > self._newest_step:  # a `save` after the loop
+            self._newest_step, self._newest_metrics = step, dict(checked)
         if not overlap:
             self._pipeline.lock()
         number = self._signals.take()

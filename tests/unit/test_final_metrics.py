@@ -52,6 +52,17 @@ def test_metrics_of_an_earlier_step_are_not_given_to_the_last(path: Path) -> Non
     assert _metrics(path) == {2: {}}
 
 
+@pytest.mark.parametrize("every", [1, 10])
+def test_a_save_after_the_last_step_is_the_last(path: Path, every: int) -> None:
+    """Prevents: close fails, as it saves an older step again that a `save` has passed."""
+    state = {"x": torch.zeros(4)}
+    with deltackpt.Checkpointer(path, state, every=every, writer="thread") as ckpt:
+        ckpt.step(3, {"loss": 1.0})
+        state["x"].add_(1)
+        ckpt.save(4, {"loss": 0.5})
+    assert _metrics(path) == ({3: {"loss": 1.0}} if every == 1 else {}) | {4: {"loss": 0.5}}
+
+
 def test_a_signal_after_the_last_step_saves_it_with_its_metrics(path: Path) -> None:
     state = {"x": torch.zeros(4)}
     with deltackpt.Checkpointer(
