@@ -228,9 +228,10 @@ class _Job:
         if self._streams():
             self._stream(step, plan, reserved)
             return
-        memory = step.read_all(wanted, self._threads)
-        states = self._generators(step, memory)
-        built = plan.build(memory, {})
+        with torch.inference_mode(False):  # what objects keep must be usable outside of it, too
+            memory = step.read_all(wanted, self._threads)
+            states = self._generators(step, memory)
+            built = plan.build(memory, {})
         plan.inspect(built, memory)
         self._values = plan.apply(built, undo=True)
         self._restore_generators(states)
@@ -253,8 +254,9 @@ class _Job:
         states = self._generators(step, step.read_all(step.extents_of(reserved), self._threads))
         plan.make_room()
         self.incomplete = True
-        memory = step.read_all(rest, self._threads)
-        built = plan.build(memory, goals)
+        with torch.inference_mode(False):
+            memory = step.read_all(rest, self._threads)
+            built = plan.build(memory, goals)
         plan.inspect(built, memory)
         by_extent: dict[int, list[Goal]] = {}
         for slot, tensor in goals.items():

@@ -157,8 +157,11 @@ class OptimizerTarget:
                 del state[parameter]
 
     def apply(self, state: Any, *, undo: bool) -> None:
-        if not self._slots:
-            return
+        if self._slots:
+            with torch.inference_mode(False):  # training goes on outside of it
+                self._apply(state, undo=undo)
+
+    def _apply(self, state: Any, *, undo: bool) -> None:
         optimizer = self._optimizer
         if undo:
             self._before = optimizer.state, optimizer.param_groups

@@ -242,6 +242,31 @@ def test_meta_and_inference_targets_are_refused(keeper: Keeper) -> None:
         back(keeper, {"model": frozen})
 
 
+@pytest.mark.parametrize("low_memory", [False, True])
+def test_training_goes_on_after_a_restore_in_inference_mode(
+    keeper: Keeper, low_memory: bool
+) -> None:
+    """Prevents: the next optimizer step fails on moments that are inference tensors."""
+
+    def make() -> tuple[nn.Linear, torch.optim.AdamW]:
+        torch.manual_seed(1)
+        model = nn.Linear(200, 3)
+        return model, torch.optim.AdamW(model.parameters())
+
+    model, optimizer = make()
+    stepped(model, optimizer, 1)
+    keeper.save({"model": model, "optimizer": optimizer, "x": {"y": torch.ones(300)}}, 1)
+    stepped(model, optimizer, 2)
+    other, fresh = make()
+    extra: dict[str, Any] = {"y": None}
+    with torch.inference_mode():
+        state = {"model": other, "optimizer": fresh, "x": extra}
+        back(keeper, state, low_memory=low_memory)
+    stepped(other, fresh, 2)
+    assert_equal(other, content(model))
+    extra["y"].add_(1)
+
+
 class Wrapped(nn.Module):
     """What DistributedDataParallel does to keys."""
 
