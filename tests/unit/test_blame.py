@@ -120,6 +120,9 @@ def test_the_first_step_with_nan_is_found_for_each_tensor(small: SmallStore) -> 
     result = run("blame", small.path, "*", "--nan")
     assert result.exit_code == 1
     assert "NaN or Inf appeared first in main@2, in 1 tensor; 3 tensors in all" in result.output
+    for name, looked in (("a", 6), ("c", 6)):  # 'a' changed in the newest step already
+        head = run("blame", small.path, name, "--nan").output.splitlines()[0]
+        assert head == f"main@6: 1 tensor, {looked} steps searched, back to step 1"
     assert run("blame", small.path, "b", "@2", "--nan").exit_code == 0
 
 

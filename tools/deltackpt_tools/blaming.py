@@ -134,7 +134,10 @@ def blame(
         )
     walk = _Walk(where, line, snapshot, views, progress)
     searched, since = walk.back()
-    origins = _first_not_finite(where, line, tensor, progress) if nan else {}
+    origins: dict[str, NotFinite] = {}
+    if nan:  # looks at every step
+        origins = _first_not_finite(where, line, tensor, progress)
+        searched, since = len(line), line[0]
     names = ParameterNames(snapshot)
     tensors = [
         TensorBlame(
