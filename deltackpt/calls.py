@@ -37,7 +37,11 @@ class Calls:
         """As :meth:`check_process`, and `StateError` (kind "closed") after close."""
         self.check_process()
         if self.closed:
-            raise StateError("the checkpointer is closed", kind="closed")
+            raise StateError(
+                "the checkpointer is closed",
+                kind="closed",
+                hint="make a new one, and restore() there to go on",
+            )
 
     @contextlib.contextmanager
     def exclusive(self) -> Generator[None]:

@@ -79,8 +79,9 @@ class StepOrder:
             raise ConflictError(
                 f"step {step} cannot be saved: step {newest} {what}",
                 kind="step-exists",
-                hint="restore() first to continue the run, or choose another run=; overwrite=True"
-                " goes back to this step, and the later ones leave the run's list",
+                hint="restore() first to continue the run, or choose another run=; steps only grow,"
+                " also from one epoch to the next; overwrite=True goes back to this step, and the"
+                " later ones leave the run's list",
                 step=step,
                 newest=newest,
                 run=self._run,

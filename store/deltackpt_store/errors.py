@@ -35,7 +35,10 @@ class DeltackptError(Exception):
         self.context = context
 
     def __str__(self) -> str:
-        return f"{self.message} ({self.hint})" if self.hint else self.message
+        if not self.hint:
+            return self.message
+        lines = "\n" in self.message  # a list: what belongs to all of it stands below
+        return f"{self.message}\n  ({self.hint})" if lines else f"{self.message} ({self.hint})"
 
     def __reduce__(
         self,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable
@@ -54,6 +55,7 @@ from deltackpt_store.reader import ChunkReader
 DIRECTORIES = ("packs", "manifests", "runs", "pins", "gc", "quarantine")
 _OWN = frozenset((*DIRECTORIES, "cache"))
 _BASES_KEPT = 2
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # also as pathlib writes it, with one slash
 
 
 class Store(History):
@@ -233,6 +235,18 @@ def _absolute(path: str | os.PathLike[str]) -> str:
         raise InvalidInputError(
             f"the path of a store must be a str or a path, got {path!r}", kind="bad-path"
         ) from error
+    if usable and _URL.match(text):
+        raise InvalidInputError(
+            f"{text!r} cannot be the path of a store: it is a URL, and stores are directories",
+            kind="bad-path",
+            hint="name a directory, and copy the store from there",
+        )
+    if usable and text.startswith("~"):
+        raise InvalidInputError(
+            f"{text!r} cannot be the path of a store: '~' is not expanded here",
+            kind="bad-path",
+            hint="pass os.path.expanduser(path), or './~...' for a directory of that name",
+        )
     if not usable:
         raise InvalidInputError(
             f"{text!r} cannot be the path of a store", kind="bad-path", hint="name a directory"

@@ -204,7 +204,9 @@ def _explain(value: Any) -> tuple[str, str]:
     """Reason and way out for a value that has no document form."""
     kind = cast(Any, type(value))
     name = f"{kind.__module__}.{kind.__qualname__}"
-    if isinstance(value, (types.FunctionType, types.MethodType, types.BuiltinFunctionType)):
+    if isinstance(value, types.MethodType):
+        return "is a method", "call it, or save the object that it belongs to instead"
+    if isinstance(value, (types.FunctionType, types.BuiltinFunctionType)):
         what = "a lambda" if getattr(value, "__name__", "") == "<lambda>" else "a function"
         return f"is {what}", "code is not saved: leave it out of the state and make it anew"
     if isinstance(value, functools.partial):

@@ -63,6 +63,27 @@ def test_unusable_paths_are_refused(name: Any) -> None:
             call()
 
 
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("s3://bucket/run", "name a directory"),
+        (Path("gs://bucket/run"), "name a directory"),
+        ("~/runs", "expanduser"),
+    ],
+    ids=str,
+)
+def test_a_place_that_is_no_directory_is_refused(
+    name: Any, advice: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prevents: checkpoints in a directory called 's3:' or '~' below the current one."""
+    monkeypatch.chdir(tmp_path)
+    for call in (lambda: deltackpt.Checkpointer(name, STATE), lambda: deltackpt.load(name)):
+        with pytest.raises(InvalidInputError, match=advice):
+            call()
+    assert not list(tmp_path.iterdir())
+    deltackpt.Checkpointer(f"./{name}", STATE).close()  # the one who means it
+
+
 def test_errors_are_a_module() -> None:
     module = importlib.import_module("deltackpt.errors")
     store = importlib.import_module("deltackpt_store.errors")

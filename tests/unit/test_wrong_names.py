@@ -8,7 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from deltackpt_store.errors import DeltackptError, InvalidInputError, NotFoundError, StorageError
+from deltackpt_store.errors import (
+    ConflictError,
+    DeltackptError,
+    InvalidInputError,
+    MismatchError,
+    NotFoundError,
+    StateError,
+    StorageError,
+)
 
 import deltackpt
 
@@ -83,6 +91,29 @@ def test_a_wrong_value_is_answered_with_a_right_one(path: Path, call: Call, advi
     with pytest.raises(InvalidInputError) as caught:
         call(path)
     assert advice in str(caught.value.hint)
+
+
+def test_a_misspelt_name_in_the_state_is_answered_with_those_of_the_checkpoint(path: Path) -> None:
+    state = {"y": torch.zeros(4)}
+    with pytest.raises(MismatchError, match=r"\n  \(the checkpoint calls them 'x'\)$") as caught:
+        deltackpt.restore_into(path, state, run="base")
+    assert "unexpected in the checkpoint:\n    x\n" in str(caught.value)  # a list, hint below it
+
+
+def test_a_closed_checkpointer_and_an_older_step_are_answered_with_advice(tmp_path: Path) -> None:
+    with _opened(tmp_path / "store", every=1) as ckpt:
+        ckpt.step(1)
+        with pytest.raises(ConflictError, match="from one epoch to the next"):
+            ckpt.step(0)
+    with pytest.raises(StateError, match="make a new one"):
+        ckpt.step(2)
+
+
+def test_a_method_in_the_state_is_answered_with_its_call(tmp_path: Path) -> None:
+    """Prevents: the advice to leave a model out, where () is missing."""
+    with pytest.raises(InvalidInputError, match="call it") as caught:
+        deltackpt.Checkpointer(tmp_path / "store", {"model": torch.nn.Linear(1, 1).state_dict})
+    assert caught.value.context["path"] == "model"
 
 
 @pytest.mark.parametrize("where", ["/proc/x", "/dev/null/x"])
