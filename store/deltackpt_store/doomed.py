@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -12,6 +13,8 @@ from deltackpt_store.names import is_digest_name
 from deltackpt_store.oserror import storage_error
 from deltackpt_store.roots import Retired, Roots
 from deltackpt_store.store import Store
+
+CACHE = "cache"
 
 
 @dataclass(slots=True)
@@ -70,4 +73,7 @@ def leftovers(io: FileIO, root: str) -> set[str]:
             found.update(start + name for name in names if name.startswith(TEMPORARY_PREFIX))
     except OSError as error:
         raise storage_error(error, "list the unfinished files of", root) from error
+    with contextlib.suppress(OSError):  # the cache may be missing, or another user's
+        names = io.list(f"{root}/{CACHE}")
+        found.update(f"{CACHE}/{name}" for name in names if name.startswith(TEMPORARY_PREFIX))
     return found

@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from deltackpt_store import leases
-from deltackpt_store.doomed import Doomed, leftovers, unneeded
+from deltackpt_store.doomed import CACHE, Doomed, leftovers, unneeded
 from deltackpt_store.errors import CorruptionError, DeltackptError
 from deltackpt_store.generation import (
     Generation,
@@ -320,7 +320,9 @@ class _Collection:
         for digest in sorted(final.manifests):
             self._unlink(f"manifests/{digest.hex()}")
         for path in sorted(final.leftovers):
-            self._unlink(path)
+            ignored = OSError if path.startswith(f"{CACHE}/") else FileNotFoundError
+            with contextlib.suppress(ignored):
+                self._io.unlink(f"{self._root}/{path}")
 
     def _unlink(self, relative: str) -> None:
         with contextlib.suppress(FileNotFoundError):

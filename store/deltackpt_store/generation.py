@@ -18,7 +18,7 @@ import msgspec
 from deltackpt_store.errors import CorruptionError, StorageError, UnsupportedFormatError
 from deltackpt_store.fileio import FileIO, publish_bytes, read_file
 from deltackpt_store.manifest_io import digest_of
-from deltackpt_store.names import is_name, is_pack_name, number_name, parse_number
+from deltackpt_store.names import check_number, is_name, is_pack_name, number_name, parse_number
 from deltackpt_store.oserror import storage_error
 from deltackpt_store.reserve import with_reserve
 
@@ -93,10 +93,12 @@ def _decode(data: bytes, number: int, path: str) -> Generation:
 
 
 def publish_generation(io: FileIO, root: str, generation: Generation) -> None:
-    """Create the record, durably. OSError; FileExistsError when another collection was faster.
+    """Create the record, durably. OSError; FileExistsError when another collection was faster;
+    ConflictError (kind ``no-number``) when there is none after the one that lies there.
 
     On a full disk the reserve is given up for it.
     """
+    check_number(generation.number, "gc")
     body = _MAGIC + bytes([_VERSION]) + msgspec.msgpack.encode(generation)
     path = f"{root}/gc/{number_name(generation.number)}"
     with_reserve(io, root, lambda: publish_bytes(io, path, body + digest_of(body)))

@@ -146,7 +146,7 @@ class History(PinFiles):
             raise self._nothing(run, found)
         yield head
         expected: dict[int, bytes] = {}  # digests by which successors name their parents
-        todo = _within(numbers, head)
+        todo = within(numbers, head)
         commit: Commit | None = head
         while True:
             if commit and commit.parent and commit.parent[0] == run:
@@ -281,9 +281,26 @@ class History(PinFiles):
         )
 
     def pinned(self, name: str) -> Commit:
-        """The commit that the pin `name` stands for."""
+        """The commit that the pin `name` stands for.
+
+        NotFoundError when there is no such pin; CorruptionError (kind ``lost-commit``) when its
+        commit is gone.
+        """
         pin = self.read_pin(name)
-        commit = self.read_commit(pin.run, pin.number)
+        try:
+            commit = self.read_commit(pin.run, pin.number)
+        except NotFoundError:
+            self.read_pin(name)  # NotFoundError: it was removed before its commit went
+            path = f"runs/{pin.run}/{number_name(pin.number)}"
+            raise CorruptionError(
+                f"the commit that is pinned as {name!r}, {path}, is gone",
+                kind="lost-commit",
+                hint="run `deltackpt repair --from` a copy of the store; if there is none,"
+                f" `deltackpt unpin` {name} gives it up",
+                path=path,
+                run=pin.run,
+                step=pin.step,
+            ) from None
         if commit.digest != pin.digest:
             raise CorruptionError(
                 f"commit {pin.number} of run {pin.run!r} is not the one pinned as {name!r}",
@@ -340,7 +357,7 @@ def _did_you_mean(name: str, runs: list[str], known: str) -> str:
     return f"did you mean step {name}, {step}? it has {known}"
 
 
-def _within(numbers: list[int], commit: Commit) -> list[int]:
+def within(numbers: list[int], commit: Commit) -> list[int]:
     """Those of the ascending `numbers` that the commit's ancestors cover."""
     chosen: list[int] = []
     for first, last in commit.ancestors:
@@ -363,9 +380,9 @@ def _may_be(damaged: Damaged, step: int, commits: Commits) -> bool:
     if number is None:
         return False
     before = [c for c in commits if c.number < number]
-    later = next((c for c in commits if _within([number], c)), None)
+    later = next((c for c in commits if within([number], c)), None)
     if later is not None:
-        before = [c for c in before if _within([c.number], later)]
+        before = [c for c in before if within([c.number], later)]
     return (before[-1].step if before else -1) < step and (later is None or step < later.step)
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 
 from deltackpt_store.errors import ConflictError, CorruptionError, NotFoundError
+from deltackpt_store.history import within
 from deltackpt_store.manifest import Commit
 from deltackpt_store.names import check_step
 from deltackpt_store.protocol import CommitRef
@@ -82,10 +83,7 @@ class Lineage:
             return self._store.read_commit(run, number)
         except NotFoundError:  # retention removed it; what it continued may still be there
             pass
-        for first, last in reversed(commit.ancestors):
-            for candidate in range(min(last, number - 1), first - 1, -1):
-                try:
-                    return self._store.read_commit(self._run, candidate)
-                except NotFoundError:
-                    continue
+        for candidate in reversed(within(self._store.numbers(self._run), commit)):
+            with contextlib.suppress(NotFoundError):
+                return self._store.read_commit(self._run, candidate)
         return None

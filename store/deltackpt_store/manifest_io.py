@@ -25,7 +25,7 @@ from deltackpt_store.fileio import Buffer
 from deltackpt_store.layout_check import MAX_LEAVES, check_layout, check_structure
 from deltackpt_store.manifest import ID_BYTES, Commit, Ids, Layout, Manifest, Snapshot
 from deltackpt_store.merkle import root
-from deltackpt_store.names import is_name, is_pack_name
+from deltackpt_store.names import MAX_NUMBER, is_name, is_pack_name
 
 VERSION = 1
 MANIFEST_MAGIC = b"DCKPTMF"
@@ -372,7 +372,7 @@ def decode_commit(data: bytes, *, name: str = "commit") -> Commit:
         raise _bad("a digest has the wrong length", "commit", name)
     if not is_name(commit.run) or (commit.parent is not None and not is_name(commit.parent[0])):
         raise _bad("a run has an impossible name", "commit", name)
-    if not 0 <= commit.number < 10**18 or (commit.parent and commit.parent[1] < 0):
+    if not 0 <= commit.number < MAX_NUMBER or (commit.parent and commit.parent[1] < 0):
         raise _bad("a commit number is out of range", "commit", name)
     edges = [-1, *chain.from_iterable((first, last + 1) for first, last in commit.ancestors)]
     if any(a >= b for a, b in pairwise(edges)) or edges[-1] > commit.number:

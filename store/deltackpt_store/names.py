@@ -10,9 +10,11 @@ import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from deltackpt_store.errors import InvalidInputError
+from deltackpt_store.errors import ConflictError, InvalidInputError
 
 NUMBER_DIGITS = 20
+MAX_NUMBER = 10**18
+"""Commits and generations have smaller numbers: a file of a larger one is something else."""
 RETIRED_SUFFIX = ".retired"
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}\Z")
@@ -70,7 +72,19 @@ def number_name(number: int) -> str:
 
 def parse_number(name: str) -> int | None:
     """The commit number that a file name stands for, None when it is something else."""
-    return int(name) if _NUMBER.match(name) else None
+    number = int(name) if _NUMBER.match(name) else MAX_NUMBER
+    return number if number < MAX_NUMBER else None
+
+
+def check_number(number: int, folder: str) -> None:
+    """ConflictError when `number` is none that a file in `folder` of the store can have."""
+    if number >= MAX_NUMBER:
+        raise ConflictError(
+            f"no number is left in {folder}: the largest one there is {number - 1}",
+            kind="no-number",
+            hint=f"{folder}/{number_name(number - 1)} was not written by deltackpt: move it away",
+            path=folder,
+        )
 
 
 def highest_number(names: Iterable[str]) -> int:

@@ -22,10 +22,14 @@ Place = tuple[str, int]
 def shared_commits(store: Store, copy: Store) -> Mapping[Place, Commit]:
     """The commits of `copy`, a store of the same uuid, that are of the history of `store`.
 
-    Those that cannot be read are left out. Reads every commit of the copy, and of the store those
-    of the same places, once. StorageError.
+    Those that cannot be read are left out; a copy that has lost its folder of runs has none. Reads
+    every commit of the copy, and of the store those of the same places, once. StorageError.
     """
-    commits = [commit for run in copy.runs() for commit in copy.commits(run)]
+    try:
+        runs = copy.runs()
+    except CorruptionError:
+        runs = []
+    commits = [commit for run in runs for commit in copy.commits(run)]
     foreign = _Comparison(store, commits).foreign
     places = (((commit.run, commit.number), commit) for commit in commits)
     return {place: commit for place, commit in places if place not in foreign}

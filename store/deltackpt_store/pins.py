@@ -18,7 +18,7 @@ from deltackpt_store.errors import (
 )
 from deltackpt_store.fileio import make_directory, publish_bytes
 from deltackpt_store.manifest import Commit
-from deltackpt_store.names import RETIRED_SUFFIX, check_name, is_name, number_name
+from deltackpt_store.names import MAX_NUMBER, RETIRED_SUFFIX, check_name, is_name, number_name
 from deltackpt_store.oserror import storage_error
 from deltackpt_store.records import Damaged, RecordFiles, some_of
 
@@ -55,10 +55,19 @@ class PinFiles(RecordFiles):
             try:
                 found[name] = self.read_pin(name)
             except NotFoundError:
+                if name not in (self._list("pins") or []):
+                    continue  # removed in the meantime
+                error = CorruptionError(
+                    f"pin pins/{name} is listed and cannot be found",
+                    kind="damaged-pin", path=f"pins/{name}",
+                    hint="run `deltackpt repair --from` a copy, or `deltackpt unpin` gives it up",
+                )  # fmt: skip
+            except (CorruptionError, UnsupportedFormatError) as bad:
+                error = bad
+            else:
                 continue
-            except (CorruptionError, UnsupportedFormatError) as error:
-                _log.warning("%s", error)
-                found.damaged.append(Damaged(f"pins/{name}", error))
+            _log.warning("%s", error)
+            found.damaged.append(Damaged(f"pins/{name}", error))
         return found
 
     def read_pin(self, name: str) -> Pin:
@@ -78,7 +87,7 @@ class PinFiles(RecordFiles):
             if blake3(body).digest() != check or not body.startswith(_PIN_MAGIC):
                 raise ValueError("its digest does not match its content")
             pin = msgspec.msgpack.decode(body[len(_PIN_MAGIC) :], type=Pin)
-            if not is_name(pin.run) or not 0 <= pin.number < 10**18 or len(pin.digest) != 32:
+            if not is_name(pin.run) or not 0 <= pin.number < MAX_NUMBER or len(pin.digest) != 32:
                 raise ValueError("it names an impossible commit")
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             raise CorruptionError(

@@ -22,12 +22,19 @@ from deltackpt_store.verify import Finding, Hit
 
 
 class _Copy(NamedTuple):
+    """A copy of a lost commit. There may be many: what it names is read when it is needed."""
+
     commit: Commit
     data: bytes
     source: str
-    snapshot: Snapshot
-    manifests: list[tuple[str, str, bytes]]
-    """(path, source, content) of the manifests that are gone too."""
+    store: Store
+    """It holds the commit's manifests."""
+    manifests: list[str]
+    """Paths of those that are gone from the store that is repaired."""
+
+    @property
+    def snapshot(self) -> Snapshot:
+        return self.store.snapshot(self.commit)
 
 
 class LostRepair:
@@ -73,23 +80,27 @@ class LostRepair:
             commit = decode_commit(data, name=lost.path)
             for store in (self._store, *self._others):
                 with contextlib.suppress(DeltackptError, OSError):
-                    return _Copy(
-                        commit, data, source, store.snapshot(commit), self._manifests(commit)
-                    )
+                    store.snapshot(commit)
+                    return _Copy(commit, data, source, store, self._manifests(commit))
         return None
 
-    def _manifests(self, commit: Commit) -> list[tuple[str, str, bytes]]:
+    def _manifests(self, commit: Commit) -> list[str]:
         """Those of the commit's manifests that are gone. CorruptionError when no copy has one."""
-        found: list[tuple[str, str, bytes]] = []
+        found: list[str] = []
         for digest in (commit.manifest, commit.base):
             path = f"manifests/{digest.hex()}" if digest is not None else ""
             if not path or self._store.io.exists(f"{self._store.path}/{path}"):
                 continue
-            copy = next(self._records.manifest_copies(path), None)
-            if copy is None:
-                raise CorruptionError(f"{path} is gone", kind="damaged-manifest", path=path)
-            found.append((path, *copy))
+            self._manifest(path)
+            found.append(path)
         return found
+
+    def _manifest(self, path: str) -> tuple[str, bytes]:
+        """Source and content of the manifest at `path`. CorruptionError when no copy has it."""
+        copy = next(self._records.manifest_copies(path), None)
+        if copy is None:
+            raise CorruptionError(f"{path} is gone", kind="damaged-manifest", path=path)
+        return copy
 
     def need(self, needed: NeededChunks) -> None:
         """Add what the commits that can come back need."""
@@ -103,7 +114,7 @@ class LostRepair:
         for lost, copy in self._copies.items():
             if copy is None:
                 self._leave(lost, "no copy of it was found")
-            elif not gone.isdisjoint(_ids(copy.snapshot)):
+            elif gone and not gone.isdisjoint(_ids(copy.snapshot)):
                 self._leave(lost, "chunks that it needs were not found")
             else:
                 self._make(lost, copy)
@@ -112,15 +123,18 @@ class LostRepair:
         io, root = self._store.io, self._store.path
         known = {one.name for one in self.mended}
         try:
-            for path, source, data in copy.manifests:
+            for path in copy.manifests:
                 if path in known:
                     continue
+                source, data = self._manifest(path)
                 if not self._dry_run:
                     publish_bytes(io, f"{root}/{path}", data)
                 self.mended.append(Mended(kind="manifest", name=path, source=source))
             if not self._dry_run:
                 make_directories(io, f"{root}/runs/{lost.run}")
                 publish_bytes(io, f"{root}/{lost.path}", copy.data)
+        except CorruptionError as error:
+            self._leave(lost, error.message)
         except FileExistsError:
             self._leave(lost, "its number was taken by a running save")
         except OSError as error:

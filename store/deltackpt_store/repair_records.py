@@ -14,7 +14,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
-from deltackpt_store.errors import CorruptionError, DeltackptError, UnsupportedFormatError
+from deltackpt_store.errors import (
+    CorruptionError,
+    DeltackptError,
+    NotFoundError,
+    UnsupportedFormatError,
+)
 from deltackpt_store.fileio import FileIO, publish_bytes, read_file, replace_bytes
 from deltackpt_store.format_file import (
     FORMAT_NAME,
@@ -202,7 +207,7 @@ class RecordRepair:
         try:
             self._store.read_pin(match[1])
             return  # the pin is whole: what it names is not
-        except CorruptionError:
+        except (CorruptionError, NotFoundError):
             pass
         for store, source, data in self._copies(finding.name, _MAX_PIN_BYTES):
             if store is self._store or store.uuid != self._store.uuid:

@@ -6,12 +6,12 @@ an error never means "nothing there".
 
 from __future__ import annotations
 
-import errno
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from deltackpt_store.errors import CorruptionError, NotFoundError, StorageError
+from deltackpt_store.errors import CorruptionError, NotFoundError
 from deltackpt_store.leases import held_commits
 from deltackpt_store.manifest import Commit
 from deltackpt_store.names import RETIRED_SUFFIX, number_name, parse_number
@@ -59,7 +59,8 @@ def read_roots(store: Store) -> Roots:
         raise damaged.error
     for name, pin in pins.items():
         if (pin.run, pin.number) not in roots.commits:
-            roots.commits[pin.run, pin.number] = store.pinned(name)
+            with contextlib.suppress(NotFoundError):  # the pin was removed in the meantime
+                roots.commits[pin.run, pin.number] = store.pinned(name)
     try:
         held = held_commits(store.io, store.path)
     except OSError as error:
@@ -76,12 +77,7 @@ def read_roots(store: Store) -> Roots:
 
 def _read_run(store: Store, run: str, roots: Roots) -> None:
     directory = f"{store.path}/runs/{run}"
-    try:
-        names = set(_list(store, directory))
-    except StorageError as error:
-        if error.errno == errno.ENOTDIR:
-            return  # somebody's file: it holds no commits
-        raise
+    names = set(_list(store, directory))  # also a file in its place ends it: see `verify`
     roots.runs.append(run)
     for name in sorted(names):
         number = parse_number(name.removesuffix(RETIRED_SUFFIX))

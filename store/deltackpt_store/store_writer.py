@@ -41,6 +41,7 @@ from deltackpt_store.manifest_io import closure_digest, digest_of, encode, encod
 from deltackpt_store.names import (
     RETIRED_SUFFIX,
     check_name,
+    check_number,
     check_step,
     highest_number,
     number_name,
@@ -359,6 +360,7 @@ class StoreWriter:
         directory = os.path.join(self._root, "runs", run)
         if number is None:
             number = self._highest(directory) + 1
+        check_number(number, f"runs/{run}")
         record = Commit(
             run=run, number=number, step=step,
             parent=None if parent is None else (parent.run, parent.number, parent.digest),

@@ -154,6 +154,7 @@ def test_leftovers_of_the_dead_go_and_those_of_the_living_stay(
         "manifest": f"manifests/{temporary_name('ab' * 32)}",
         "commit": f"runs/main/{temporary_name(number_name(7))}",
         "top": temporary_name("FORMAT"),
+        "cache": f"cache/{temporary_name('verified')}",
         "living": f"packs/00/{temporary_name(f'{living.writer.writer}-00000001.pack')}",
     }
     for name in names.values():

@@ -3,6 +3,7 @@ its chunks are deleted as garbage."""
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 from pathlib import Path
@@ -14,13 +15,16 @@ from deltackpt_store.compact import compact
 from deltackpt_store.errors import ConflictError, CorruptionError
 from deltackpt_store.fileio import FileIO
 from deltackpt_store.gc import collect
-from deltackpt_store.manifest import Commit
+from deltackpt_store.lineage import Lineage
+from deltackpt_store.manifest import Commit, Snapshot
 from deltackpt_store.names import RETIRED_SUFFIX, number_name
 from deltackpt_store.repair import repair
+from deltackpt_store.repair_lost import LostRepair
 from deltackpt_store.retention import retire
 from deltackpt_store.store import Store
 from deltackpt_store.verify import verify
 from deltackpt_tools.cli import cli
+from msgspec.structs import replace
 
 
 def lose(store: Store, commit: Commit) -> str:
@@ -308,6 +312,77 @@ def test_each_record_is_read_a_few_times_however_many_are_lost(tmp_path: Path) -
         return io.opened
 
     assert reads(40) < 3 * reads(20)
+
+
+def test_going_back_looks_only_at_what_is_there(made: tuple[Store, list[Commit]]) -> None:
+    """A range of ancestors may be long, and hold few commits that were not collected."""
+    store, commits = made
+    io = CountingIO()
+    lineage = Lineage(Store.open(store.path, io=io), "main")
+    far = 10**6
+    lineage.head = replace(commits[3], number=far + 1, step=9, ancestors=((1, far),),
+                           parent=("main", far, bytes(32)))  # fmt: skip
+    io.opened = 0
+    found = lineage.parent_of(3)
+    assert found is not None
+    assert found.digest == commits[1].digest
+    assert io.opened < 10
+
+
+@pytest.mark.parametrize("number", [10**20 - 1, 10**18])
+def test_files_with_impossible_numbers_are_no_commits(
+    made: tuple[Store, list[Commit]], number: int
+) -> None:
+    """A commit after them could never be read."""
+    store, commits = made
+    Path(store.path, f"runs/main/{number:020d}").write_bytes(b"somebody's")
+    Path(store.path, f"gc/{number:020d}").write_bytes(b"somebody's")
+    [saved] = go_on(store.path, "main", commits[3], (5, "new"))
+    assert saved.number == 5
+    assert store.head("main").digest == saved.digest
+    retire(store, [commits[0]])
+    assert collect(store).generation == 1
+    assert verify(store).ok
+
+
+def test_no_number_is_made_that_could_not_be_read(made: tuple[Store, list[Commit]]) -> None:
+    store, commits = made
+    for folder in ("runs/main", "gc"):
+        Path(store.path, folder, f"{10**18 - 1:020d}").write_bytes(b"somebody's")
+    with pytest.raises(ConflictError, match="runs/main") as caught:
+        go_on(store.path, "main", commits[3], (5, "new"))
+    assert f"{10**18 - 1:020d}" in str(caught.value.hint)
+    Path(store.path, f"runs/main/{10**18 - 1:020d}").unlink()
+    retire(store, [commits[0]])
+    with pytest.raises(ConflictError, match="in gc"):
+        collect(store)
+    check_everything(store, commits[1:])
+
+
+def test_what_lost_commits_name_is_not_kept_in_memory(made: tuple[Store, list[Commit]]) -> None:
+    store, commits = made
+    for commit in commits:
+        lose(store, commit)
+        os.unlink(f"{store.path}/manifests/{commit.manifest.hex()}")
+    before = sum(isinstance(one, Snapshot) for one in gc.get_objects())
+    lost = LostRepair(store, [Store.open(store.path + "-copy")], dry_run=False)
+    assert len(lost.found) == 4
+    assert sum(isinstance(one, Snapshot) for one in gc.get_objects()) - before <= 2
+    lost.bring_back(())
+    assert not lost.lost
+    check_everything(store, commits)
+
+
+def test_a_copy_that_has_lost_its_runs_still_gives_chunks(
+    made: tuple[Store, list[Commit]],
+) -> None:
+    store, commits = made
+    copy = Path(store.path + "-copy")
+    shutil.rmtree(copy / "runs")
+    for pack in Path(store.path).glob("packs/*/*.pack"):
+        pack.unlink()
+    assert repair(store, sources=[copy]).ok
+    check_everything(store, commits)
 
 
 class CountingIO(FileIO):

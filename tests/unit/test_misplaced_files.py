@@ -7,6 +7,7 @@ import os
 import shutil
 import socket
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from deltackpt_store.errors import CorruptionError, DeltackptError, StorageError
 from deltackpt_store.fileio import FileIO
 from deltackpt_store.gc import collect
 from deltackpt_store.generation import newest_number, read_generation
+from deltackpt_store.repair import repair
 from deltackpt_store.retention import retire
 from deltackpt_store.store import Store
 from deltackpt_store.verify import verify
@@ -183,6 +185,38 @@ def test_errors_name_the_path_and_the_way_out(store_path: Path, plant: str) -> N
             if (store_path.parent / victim.name).exists():
                 (store_path.parent / victim.name).rename(victim)
     assert verify(Store.open(store_path)).ok
+
+
+@pytest.mark.parametrize("kind", ["pin", "pinned commit", "run"])
+def test_what_is_listed_and_is_not_there_stops_collection(store_path: Path, kind: str) -> None:
+    """A link to a disk that is not mounted, a file where a run was: it may come back."""
+    store = Store.open(store_path)
+    pinned = store.pinned("best")
+    retire(store, [pinned])  # only the pin keeps it
+    victim = store_path / {"pin": "pins/best", "run": "runs/main",
+                           "pinned commit": f"runs/main/{pinned.number:020d}"}[kind]  # fmt: skip
+    aside = store_path.parent / "aside"
+    copy = shutil.copytree(store_path, store_path.parent / "copy")
+    victim.rename(aside)
+    if kind == "pin":
+        victim.symlink_to("not/mounted")
+    elif kind == "run":
+        victim.write_bytes(b"")
+    for refused in (collect, partial(collect, dry_run=True)):
+        with pytest.raises((CorruptionError, StorageError)) as caught:
+            refused(store)
+        assert str(victim.relative_to(store_path)) in str(caught.value)
+        assert caught.value.hint
+    assert not verify(store).ok
+    if kind != "run":
+        assert repair(store, sources=[copy]).ok
+        assert verify(store).ok
+    else:
+        victim.unlink()
+        aside.rename(victim)
+    assert store.pinned("best") == pinned
+    read_all(store_path)
+    collect(store)
 
 
 def test_a_writer_does_not_wait_where_its_lease_should_be(

@@ -131,6 +131,29 @@ def test_an_output_that_cannot_be_written_is_named(
     assert [path.name for path in tmp_path.iterdir()] == ["store"]
 
 
+@pytest.mark.parametrize("command", ["report", "export"])
+def test_only_files_are_replaced_by_an_output(store: Store, tmp_path: Path, command: str) -> None:
+    """Root would take the name of a device away from everybody: -o /dev/null."""
+    target = tmp_path / "target"
+
+    def write() -> Any:
+        more = ("-o", str(target)) if command == "report" else ("main", str(target), "--force")
+        kind = () if command == "report" else ("--format", "torch")
+        return run(command, store.path, *more, *kind)
+
+    os.mkfifo(target)
+    result = write()
+    assert result.exit_code == 2
+    assert f"{target} is a device, pipe or socket" in result.stderr
+    assert target.is_fifo()
+    target.unlink()
+    (tmp_path / "file").write_bytes(b"")
+    target.symlink_to("file")
+    assert write().exit_code == 0
+    assert target.is_symlink()
+    assert (tmp_path / "file").stat().st_size > 1000
+
+
 @pytest.mark.parametrize("place", ["cache", "cache/index"])
 @pytest.mark.parametrize("kind", ["file", "link to itself"])
 def test_a_cache_that_cannot_be_used_stops_no_save(store: Store, place: str, kind: str) -> None:

@@ -97,7 +97,8 @@ class LazyGroup(click.Group):
                 if not isinstance(error, OSError):
                     raise
                 code = Exit.STORAGE
-            report_error(error, code)
+            with suppress(OSError):  # nobody reads it, or it finds no room: the exit code tells
+                report_error(error, code)
             ctx.exit(code)
 
 
@@ -124,7 +125,7 @@ def _about_arguments(message: str) -> str:
 def report_error(error: Exception, code: Exit) -> None:
     """One line (and the way out) on stderr; with --json also a document on stdout.
 
-    A stream that cannot be written to is done without: the exit code tells.
+    OSError when either cannot be written to; the other one was, then.
     """
     from deltackpt_tools.output import error_document, safe, write_json
 
@@ -134,10 +135,10 @@ def report_error(error: Exception, code: Exit) -> None:
         message, hint = _told(error)
     if code == Exit.CORRUPT and "deltackpt repair" not in (hint or ""):
         hint = f"{hint}; {_MENDING}" if hint else _MENDING
-    with suppress(OSError):
+    try:
         if click.get_current_context().meta.get("deltackpt.json"):
             write_json(error_document(error, message, hint, int(code)))
-    with suppress(OSError):
+    finally:
         click.echo(f"deltackpt: {safe(message)}", err=True)
         if hint:
             click.echo(f"  {safe(hint)}", err=True)

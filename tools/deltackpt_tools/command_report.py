@@ -5,26 +5,23 @@ from __future__ import annotations
 import os
 
 import click
+from deltackpt_store.errors import NotFoundError, StorageError
 
 from deltackpt_tools.durations import DURATION
 from deltackpt_tools.exits import Exit
 from deltackpt_tools.output import counted, document, json_option, size, store_argument, write_json
 from deltackpt_tools.progress import Progress
-from deltackpt_tools.publish import cannot_write
+from deltackpt_tools.publish import published
 from deltackpt_tools.reporting import MTBF, Report, report
 
 
 def _write(path: str, data: bytes) -> None:
     """Create or replace `path` in one go."""
-    partial = f"{path}.{os.getpid()}.part"
     try:
-        with open(partial, "wb") as file:
+        with published(path, force=True) as file:
             file.write(data)
-        os.replace(partial, path)
-    except OSError as error:
-        if os.path.exists(partial):
-            os.unlink(partial)
-        raise cannot_write(error, path) from error
+    except NotFoundError as error:
+        raise StorageError(f"cannot write {path}: {error.message}", hint=error.hint) from error
 
 
 def _said(result: Report, output: str, written: int) -> list[str]:

@@ -35,9 +35,10 @@ def check_target(path: str, *, force: bool) -> None:
             f"the folder {folder} does not exist",
             kind="no-such-folder", hint="create it first", path=folder,
         )  # fmt: skip
-    if os.path.isdir(path):
+    if os.path.exists(path) and not os.path.isfile(path):
+        what = "a folder" if os.path.isdir(path) else "a device, pipe or socket"
         raise InvalidInputError(
-            f"{path} is a folder", kind="output-exists", hint="name a file", path=path
+            f"{path} is {what}", kind="output-exists", hint="name a file", path=path
         )
     if os.path.lexists(path) and not force:
         raise _exists(path)
@@ -87,11 +88,13 @@ def published(path: str, *, force: bool) -> Generator[BufferedRandom, None, None
     """A seekable file for writing and reading back, published as `path` when the block ends well.
 
     On any exception (Ctrl-C and SIGTERM included) nothing of it remains, and a file that was at
-    `path` before is untouched. Durable on return. Raises InvalidInputError when `path` exists and
+    `path` before is untouched. Where a symbolic link is at `path` it is written what that leads to.
+    Durable on return. Raises InvalidInputError when `path` exists and
     not `force`, StorageError when the file system refuses.
     """
     check_target(path, force=force)
-    folder, name = os.path.split(os.path.abspath(path))
+    told, path = path, os.path.realpath(path)
+    folder, name = os.path.split(path)
     temporary = os.path.join(folder, f".{name[:80]}.tmp-{secrets.token_hex(6)}")
     with _unwinding_on_sigterm():
         try:
@@ -107,7 +110,7 @@ def published(path: str, *, force: bool) -> Generator[BufferedRandom, None, None
             if os.path.lexists(temporary):
                 os.unlink(temporary)
             if isinstance(error, OSError) and not isinstance(error, DeltackptError):
-                raise cannot_write(error, path) from error
+                raise cannot_write(error, told) from error
             raise
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
