@@ -11,6 +11,7 @@ format that is newer than this package UnsupportedFormatError.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from itertools import chain, pairwise
 from typing import Any, NamedTuple, TypeVar, cast
@@ -377,7 +378,9 @@ def decode_commit(data: bytes, *, name: str = "commit") -> Commit:
     edges = [-1, *chain.from_iterable((first, last + 1) for first, last in commit.ancestors)]
     if any(a >= b for a, b in pairwise(edges)) or edges[-1] > commit.number:
         raise _bad("its ancestors are not ascending earlier numbers", "commit", name)
-    return msgspec.structs.replace(commit, digest=data[-_DIGEST:])
+    # Who reads these figures counts and rounds them: what is no figure was not recorded.
+    stats = {key: value for key, value in commit.stats.items() if math.isfinite(value)}
+    return msgspec.structs.replace(commit, digest=data[-_DIGEST:], stats=stats)
 
 
 # shared -----------------------------------------------------------------------------------------

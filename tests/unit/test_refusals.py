@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -65,6 +66,22 @@ def test_the_exit_code_does_not_hang_on_the_output(tmp_path: Path) -> None:
     os.close(writer)
     assert code == 10
     assert "not a deltackpt store" in told
+
+
+@pytest.mark.parametrize("figure", [math.nan, math.inf, -math.inf])
+def test_figures_of_a_commit_that_are_none_are_left_out(tmp_path: Path, figure: float) -> None:
+    """They are whatever the store says."""
+    made = SmallStore(tmp_path / "store")
+    names = ("state_bytes", "written_bytes", "staged_bytes", "skipped", "stall_seconds")
+    for step in (1, 2):
+        made.save("main", step, {"w": pattern(3000, step)}, stats=dict.fromkeys(names, figure))
+    made.close()
+    page = str(tmp_path / "page.html")
+    for more in (["log"], ["log", "--stat"], ["watch", "--once"], ["report", "-o", page]):
+        result = run(more[0], made.path, *more[1:], "--json")
+        assert result.exit_code == 0, result.output
+        json.loads(result.stdout)
+        assert run(more[0], made.path, *more[1:]).exit_code == 0
 
 
 @pytest.mark.parametrize("seconds", ["nan", "inf", "1e300"])
