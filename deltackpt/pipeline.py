@@ -8,7 +8,8 @@
     finishing thread                                                report . observers
 
 At most :data:`MAX_IN_FLIGHT` saves are accepted and not yet ended. Each must be durable
-`durable_timeout` seconds after it was accepted, or it fails and its writer is ended.
+`durable_timeout` seconds after it was accepted, or it fails and its writer is ended. The clock for
+that leaves out when the process was stopped (SIGSTOP, a suspended job).
 
 Lock order: `_condition` is taken before anything inside the writer client.
 """
@@ -52,6 +53,9 @@ _log = logging.getLogger("deltackpt")
 
 MAX_IN_FLIGHT = 2
 _EXIT_SECONDS = 60.0
+_TICK_SECONDS = 1.0
+_STOPPED_SECONDS = 2.0
+"""Who sleeps so much longer than asked for was stopped meanwhile, with the whole process."""
 
 
 class SavePipeline:
@@ -85,6 +89,7 @@ class SavePipeline:
         self._actions: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._stopping = False
         self._expecting = False  # a writer is to be started ahead
+        self._stopped = 0.0  # seconds
         self._threads: list[threading.Thread] = []
         self.last: SaveReport | None = None
         """The newest durable save."""
@@ -113,10 +118,11 @@ class SavePipeline:
 
         Raises `StorageError` (kind "timeout") naming the stuck step after `durable_timeout`.
         """
-        timeout = self._options.durable_timeout
         with self._condition:
-            if not self._condition.wait_for(lambda: not self.busy, timeout):
-                raise timed_out("durable", self.in_flight[0], timeout)
+            if not self._until(
+                self._deadline(), lambda left: self._condition.wait_for(lambda: not self.busy, left)
+            ):
+                raise timed_out("durable", self.in_flight[0], self._options.durable_timeout)
 
     def expect(self) -> None:
         """Training has begun: have a writer process at hand. Never blocks; for any thread."""
@@ -177,7 +183,7 @@ class SavePipeline:
             if progress.is_unlocked:
                 continue
             progress.waiting()
-            if not progress.wait_unlocked(max(0.0, task.deadline - time.monotonic())):
+            if not self._until(task.deadline, progress.wait_unlocked):
                 self._give_up(task)
 
     def wait_idle(self, timeout: float | None = None) -> bool:
@@ -246,8 +252,23 @@ class SavePipeline:
                 return
         loop()
 
+    def _now(self) -> float:
+        return time.monotonic() - self._stopped
+
     def _deadline(self) -> float:
-        return time.monotonic() + self._options.durable_timeout
+        return self._now() + self._options.durable_timeout
+
+    def _until(self, deadline: float, wait: Callable[[float], bool]) -> bool:
+        """`wait`, which is told for how many seconds, until it says True; False at the deadline.
+
+        The finishing thread gets the time to notice that the process was stopped.
+        """
+        while True:
+            left = deadline - self._now()
+            if wait(max(_TICK_SECONDS, left)):
+                return True
+            if left <= 0 and deadline <= self._now():
+                return False
 
     # staging thread --------------------------------------------------------------------------
 
@@ -312,15 +333,16 @@ class SavePipeline:
     def _hand_over(self, task: Task, request: Request) -> None:
         progress, capture = task.progress, task.capture
         client = self._link.get(capture.state_bytes)
-        if not client.wait_room(max(0.0, task.deadline - time.monotonic())):
+        if not client.wait_room(max(0.0, task.deadline - self._now())):
             raise timed_out("staged", request.step, self._options.durable_timeout)
         baseline = self._begin(task, request, client)
         staging = self._stager.stage(
             Job(
                 save=task.save, layout=capture.layout, sources=capture.sources,
-                table=baseline.table, versions=task.versions, deadline=task.deadline,
-                unlock=progress.mark_unlocked, cancelled=lambda: progress.is_done,
-                marks=task.marks, witness=task.witness, reached=progress.mark_reached,
+                table=baseline.table, versions=task.versions,
+                deadline=task.deadline + self._stopped, unlock=progress.mark_unlocked,
+                cancelled=lambda: progress.is_done, marks=task.marks, witness=task.witness,
+                reached=progress.mark_reached,
             ),
             client,
         )  # fmt: skip
@@ -380,11 +402,17 @@ class SavePipeline:
         in_background(self)
         while True:
             deadlines = [task.deadline for task in tuple(self._tasks)]
-            timeout = max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
+            timeout = None
+            if deadlines:
+                timeout = max(0.0, min(_TICK_SECONDS, min(deadlines) - self._now()))
+            begun = time.monotonic()
             try:
                 action = self._actions.get(timeout=timeout)
             except queue.Empty:
                 action = self._give_up_overdue
+            if timeout is not None:
+                late = time.monotonic() - begun - timeout
+                self._stopped += late if late > _STOPPED_SECONDS else 0.0
             if action is None:
                 break
             try:
@@ -395,9 +423,8 @@ class SavePipeline:
         lifecycle.unregister(self)
 
     def _give_up_overdue(self) -> None:
-        now = time.monotonic()
         for task in tuple(self._tasks):
-            if task.deadline <= now:
+            if task.deadline <= self._now():
                 self._give_up(task)
 
     def _settle(self, client: WriterClient, save: int, outcome: Outcome) -> None:

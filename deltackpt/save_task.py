@@ -37,7 +37,7 @@ class Task:
 
     progress: SaveProgress
     deadline: float
-    """In `time.monotonic` seconds."""
+    """In seconds of the pipeline's clock."""
     capture: Capture
     request: Request | None = None
     restored: Commit | None = None

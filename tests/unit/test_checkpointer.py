@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ from torch import nn
 
 import deltackpt.detect as detect_module
 import deltackpt.stage as stage_module
-from deltackpt import events, lifecycle
+from deltackpt import events, lifecycle, pipeline
 from deltackpt.checkpointer import Checkpointer
 from deltackpt.pipeline import SavePipeline
 from deltackpt.policy import Keep
@@ -738,6 +739,38 @@ def _with_timeout(ckpt: Checkpointer, seconds: float) -> Any:
     import dataclasses
 
     return dataclasses.replace(ckpt._options, durable_timeout=seconds)
+
+
+def test_time_for_which_the_process_is_stopped_does_not_count(
+    path: Path, opened: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prevents: jobs suspended for longer than `durable_timeout` that fail when they go on."""
+
+    class Clock:
+        perf_counter = time.perf_counter
+        ahead = 0.0
+
+        @classmethod
+        def monotonic(cls) -> float:
+            return time.monotonic() + cls.ahead
+
+    monkeypatch.setattr(pipeline, "time", Clock)
+    gate = gate_disk(monkeypatch)
+    ckpt = opened({"x": torch.zeros(5000)}, durable_timeout=600)
+    ckpt.save(0).result(60)
+    gate.close()
+    handle = ckpt.save(1)
+    gate.wait_for_visitor()
+    seen = threading.Event()
+    ckpt._pipeline._actions.put(seen.set)
+    assert seen.wait(60)
+    Clock.ahead = 10_000.0
+    seen.clear()
+    ckpt._pipeline._actions.put(lambda: None)
+    ckpt._pipeline._actions.put(seen.set)
+    assert seen.wait(60)
+    gate.open()
+    assert handle.result(60).step == 1
 
 
 def test_staging_that_hangs_gives_the_save_up_and_lets_training_go_on(
