@@ -19,7 +19,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import msgspec
 import numpy as np
@@ -66,10 +66,21 @@ class Task(Protocol[_R_co]):
         ...
 
 
+class Run(Generic[_R]):
+    """Tasks to be done, by a team of helpers and by this process; see `Crew.start`."""
+
+    def __init__(self, tasks: Sequence[Task[_R]], team: list[_Helper]) -> None:
+        self.tasks = tasks
+        self.team = team
+        self.results: dict[int, _R] = {}
+        self.shared = deque(range(len(tasks)))  # nobody has begun with these
+        self.own = deque[int]()  # left to this process
+
+
 class _Given(NamedTuple):
     """What a message asks a helper for."""
 
-    number: int  # of the run
+    run: Run[Any]
     tasks: list[int]
 
 
@@ -81,6 +92,8 @@ class _Helper:
         self.sock = sock
         self.given: deque[_Given] = deque()
         self.cpu_seconds = 0.0
+        self.area = area
+        """Bytes that the payloads of one message may have."""
         self._areas = deque(arena[at : at + area] for at in range(0, len(arena), area))
 
     def give(self, message: Message, given: _Given) -> None:
@@ -117,9 +130,7 @@ class Crew:
     def __init__(self) -> None:
         """A crew of none: see `hire`."""
         self._helpers: list[_Helper] = []
-        self._team: list[_Helper] = []  # those of them that take part in the run at hand
         self._gone: list[int] = []  # killed, perhaps not reaped yet
-        self._round = 0
         self._cpu_seconds = 0.0  # of those that are gone
         self._ring_at = self._ring_bytes = 0
 
@@ -172,95 +183,101 @@ class Crew:
         at = _address(raw) - self._ring_at
         return (at, len(raw)) if 0 <= at <= self._ring_bytes - len(raw) else None
 
-    def run(self, tasks: Sequence[Task[_R]], helpers: int) -> Iterator[_R]:
-        """Do all tasks, with so many helpers at most, and give the results in order.
+    def start(self, tasks: Sequence[Task[_R]], helpers: int, *, ahead: bool = False) -> Run[_R]:
+        """Tasks to be done with so many helpers at most.
 
-        Helpers go on while the caller deals with a result. Raises what a task raises here; what
-        goes wrong in a helper is done here instead. One run at a time.
+        `ahead`: this process has something else to do first, so helpers begin with all of them now.
         """
-        self._round += 1
-        self._team = self._helpers[:helpers]
-        results: dict[int, _R] = {}
-        shared, own = deque(range(len(tasks))), deque[int]()
-        for number in range(len(tasks)):
-            while number not in results:
-                self._hand_out(tasks, shared, own)
-                if own or shared:
-                    task = (own or shared).popleft()
-                    results[task] = tasks[task].here()
-                else:
-                    self._wait(own)
-                for helper in list(self._team):
-                    self._collect(helper, tasks, results, own)
-            yield results.pop(number)
+        run = Run(tasks, self._helpers[:helpers])
+        if ahead:
+            for number, helper in enumerate(run.team):
+                if len(helper.given) < _AHEAD:
+                    self._give(run, helper, -(-len(run.shared) // (len(run.team) - number)))
+        return run
 
-    def _hand_out(self, tasks: Sequence[Task[_R]], shared: deque[int], own: deque[int]) -> None:
+    def results(self, run: Run[_R]) -> Iterator[_R]:
+        """Do all tasks and give the results in order.
+
+        Helpers go on while the caller deals with a result, also of another run. Raises what a task
+        raises here; what goes wrong in a helper is done here instead.
+        """
+        for number in range(len(run.tasks)):
+            while number not in run.results:
+                self._hand_out(run)
+                if run.own or run.shared:
+                    task = (run.own or run.shared).popleft()
+                    run.results[task] = run.tasks[task].here()
+                else:
+                    self._wait(run)
+                for helper in list(run.team):
+                    self._collect(helper)
+            yield run.results.pop(number)
+
+    def _hand_out(self, run: Run[Any]) -> None:
         """Give helpers the tasks that come last, as long as there are others to do here.
 
         Many at first, then fewer, so that all are ready at about the same time.
         """
-        workers = len(self._team) + 1
+        run.team = [helper for helper in run.team if helper in self._helpers]
+        workers = len(run.team) + 1
         for ahead in range(_AHEAD):
-            for helper in list(self._team):
-                if len(helper.given) > ahead or len(shared) <= (workers if ahead else 1):
-                    continue
-                given, message = _Given(self._round, []), Message()
-                for _ in range(max(1, len(shared) // (2 * workers))):
-                    task = shared.pop()
-                    job = tasks[task].job(self)
-                    if job is None:
-                        own.append(task)
-                    elif message.add(job):
-                        given.tasks.append(task)
-                    else:
-                        shared.append(task)
-                        break
-                if given.tasks:
-                    try:
-                        helper.give(message, given)
-                    except OSError as error:
-                        self._lose(helper, own, str(error))
+            for helper in list(run.team):
+                if len(helper.given) <= ahead and len(run.shared) > (workers if ahead else 1):
+                    self._give(run, helper, max(1, len(run.shared) // (2 * workers)))
 
-    def _wait(self, own: deque[int]) -> None:
+    def _give(self, run: Run[Any], helper: _Helper, count: int) -> None:
+        """Give a helper the last tasks, `count` of them if they go into one message."""
+        given, message = _Given(run, []), Message(helper.area)
+        for _ in range(count):
+            task = run.shared.pop()
+            job = run.tasks[task].job(self)
+            if job is None:
+                run.own.append(task)
+            elif message.add(job):
+                given.tasks.append(task)
+            else:
+                run.shared.append(task)
+                break
+        if given.tasks:
+            try:
+                helper.give(message, given)
+            except OSError as error:
+                self._lose(helper, str(error))
+
+    def _wait(self, run: Run[Any]) -> None:
         """Until a helper has replied, or has ended; those that do neither are given up."""
-        busy = [helper for helper in self._team if helper.given]
+        busy = [helper for helper in run.team if helper.given]
         poll = select.poll()
         for helper in busy:
             poll.register(helper.sock, select.POLLIN)
         if not poll.poll(1000 * PATIENCE_SECONDS):
             for helper in busy:
-                self._lose(helper, own, "it does not answer")
+                self._lose(helper, "it does not answer")
 
-    def _collect(
-        self,
-        helper: _Helper,
-        tasks: Sequence[Task[_R]],
-        results: dict[int, _R],
-        own: deque[int],
-    ) -> None:
+    def _collect(self, helper: _Helper) -> None:
         """Take what the helper has done by now."""
         try:
             while helper.given and (found := helper.replies()) is not None:
-                given, replies, payload = found
-                if given.number != self._round:
-                    continue  # of a run that was given up
-                for task, reply in zip(given.tasks, replies, strict=True):
+                (run, tasks), replies, payload = found
+                for task, reply in zip(tasks, replies, strict=True):
                     if isinstance(reply, Failed):
                         _log.debug("not done by a helper: %s", reply.why)
-                        own.append(task)
+                        run.own.append(task)
                     else:
-                        results[task] = tasks[task].done(reply, payload)
+                        run.results[task] = run.tasks[task].done(reply, payload)
                     payload = payload[payload_bytes(reply) :]
         except (OSError, msgspec.MsgspecError) as error:
-            self._lose(helper, own, str(error))
+            self._lose(helper, str(error))
 
-    def _lose(self, helper: _Helper, own: deque[int], why: str) -> None:
+    def _lose(self, helper: _Helper, why: str) -> None:
         """Go on without a helper: what it has been given is done here."""
-        self._helpers.remove(helper)
-        self._team.remove(helper)
-        self._cpu_seconds += helper.cpu_seconds
         for given in helper.given:
-            own.extend(given.tasks if given.number == self._round else ())
+            given.run.own.extend(given.tasks)
+        helper.given.clear()
+        if helper not in self._helpers:
+            return
+        self._helpers.remove(helper)
+        self._cpu_seconds += helper.cpu_seconds
         helper.kill()
         self._gone.append(helper.pid)
         self._gone = [pid for pid in self._gone if not _reaped(pid)]

@@ -110,19 +110,23 @@ _decode_jobs = msgspec.msgpack.Decoder(list[Job]).decode
 
 
 class Message:
-    """Jobs on their way to a helper."""
+    """Jobs on their way to a helper, whose payloads take no more than `area` bytes."""
 
-    def __init__(self) -> None:
+    def __init__(self, area: int) -> None:
         self._jobs: list[msgspec.Raw] = []
         self._size = _HEAD_BYTES
+        self._area = area
 
     def add(self, job: Job) -> bool:
         """Put a job in; False when there is no room for it."""
         data = _encode(job)
-        if len(self._jobs) == MOST_JOBS or self._size + len(data) > MESSAGE_BYTES:
+        payload = job.piece[1] if isinstance(job, Encode) else 0  # no encoding is larger
+        full = self._size + len(data) > MESSAGE_BYTES or payload > self._area
+        if full or len(self._jobs) == MOST_JOBS:
             return False
         self._jobs.append(msgspec.Raw(data))
         self._size += len(data)
+        self._area -= payload
         return True
 
     def __len__(self) -> int:

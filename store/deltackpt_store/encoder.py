@@ -109,19 +109,23 @@ class Encoder:
             encoded = made.get(chunk_id)
             yield next(outcomes).best if encoded is None else encoded
 
-    def digests(self, views: Sequence[memoryview], seed: int) -> list[Digest]:
-        """Ids and change hashes of chunks."""
+    def digests(
+        self, views: Sequence[memoryview], seed: int, *, ahead: bool = False
+    ) -> Iterator[Digest]:
+        """Ids and change hashes of chunks, in order. Helpers begin at once when it is `ahead` of
+        other work that is to be done first."""
         tasks = [
             DigestTask(views[i : i + _TOGETHER], seed) for i in range(0, len(views), _TOGETHER)
         ]
-        results = self._crew.run(tasks, self._helpers(views))
-        return [digest for digests in results for digest in digests]
+        run = self._crew.start(tasks, self._helpers(views), ahead=ahead)
+        return (digest for digests in self._crew.results(run) for digest in digests)
 
     def encode(self, jobs: Sequence[Job]) -> Iterator[Outcome]:
         """Encode each chunk as the policy sees fit; in order, may refer to `raw`."""
         began = time.perf_counter()
         tasks = [self._task(job) for job in jobs]
-        results = self._crew.run(tasks, self._helpers([job.raw for job in jobs]))
+        run = self._crew.start(tasks, self._helpers([job.raw for job in jobs]))
+        results = self._crew.results(run)
         for job, task, (plan, outcome, chunk, payload_hash) in zip(
             jobs, tasks, results, strict=True
         ):

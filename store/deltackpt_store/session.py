@@ -13,12 +13,14 @@ import logging
 import os
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import msgspec
 
 from deltackpt_store import protocol
 from deltackpt_store.encode_crew import Crew
+from deltackpt_store.encode_helper import Digest
 from deltackpt_store.errors import (
     CorruptionError,
     DeltackptError,
@@ -49,6 +51,17 @@ _TOGETHER_BYTES = 32 * 1024 * 1024
 
 KEPT_TABLES = 4
 """Chunk tables kept for saves to be relative to: two in flight, the last commit, one spare."""
+
+
+class _Batch(NamedTuple):
+    """Staged chunks that are still to be stored: extent, chunk and change hash of each, and its
+    bytes in the slots."""
+
+    save: PendingSave
+    slots: list[int]
+    places: list[tuple[int, int, bytes]]
+    pieces: list[memoryview]
+    digests: Iterator[Digest]
 
 
 class RunWriter:
@@ -94,6 +107,7 @@ class RunWriter:
         self._layout: Layout | None = None
         self._active: dict[int, PendingSave] = {}
         self._tables: OrderedDict[int | tuple[str, int], ChunkTable | None] = OrderedDict()
+        self._batch: _Batch | None = None
         self._held: list[int] = []
         self._dirty: set[int] = set()  # saves with blobs that no flush has made durable
         self._starving = False
@@ -108,11 +122,13 @@ class RunWriter:
 
         Raises only for a message that has no place here.
         """
+        if isinstance(message, Slot):
+            self.stage([message])
+            return
+        self._store_batch()
         match message:
             case Begin():
                 self._begin(message)
-            case Slot():
-                self.stage([message])
             case Finish():
                 self._finish(message)
             case protocol.Abort(save):
@@ -133,7 +149,11 @@ class RunWriter:
         self._writer.hurry()
 
     def relieve(self) -> None:
-        """Make slots free if the trainer waits for one; called when no message is waiting."""
+        """Do what has been put off; make slots free if the trainer waits for one.
+
+        Called when no message is waiting.
+        """
+        self._store_batch()
         if self._starving and self._held:
             self._flush()
 
@@ -309,29 +329,30 @@ class RunWriter:
         return max(1, min(_TOGETHER_BYTES // self._ring.slot_bytes, self._ring.slots // 8))
 
     def stage(self, messages: Sequence[Slot]) -> None:
-        """Store what lies in slots of one save: the more at a time, the better on several cores.
+        """Take what lies in slots of one save: the more at a time, the better on several cores.
 
-        A failure of the save is told to the trainer.
+        It is stored when more is staged, or what comes next is handled, or nothing comes
+        (`relieve`): helpers hash it while what was staged before is stored. A failure of the save
+        is told to the trainer.
         """
         save = self._active.get(messages[0].save)
         slots = [message.slot for message in messages]
         if save is None:  # failed or given up while this was on its way
             self._send(protocol.Released(slots))
             return
-        self._held += slots
-        self._dirty.add(save.id)
         began = time.perf_counter()
         try:
-            self._stage(save, messages)
+            batch = self._open_batch(save, messages)
         except Exception as error:
+            self._held += slots
             self._fail(save.id, error)
             return
         save.encode_seconds += time.perf_counter() - began
-        if 2 * len(self._held) >= self._ring.slots:
-            self._flush()  # the trainer fills the other half meanwhile
+        self._store_batch()
+        self._batch = batch
 
-    def _stage(self, save: PendingSave, messages: Sequence[Slot]) -> None:
-        places: list[tuple[int, int, bytes]] = []  # extent, chunk, change hash
+    def _open_batch(self, save: PendingSave, messages: Sequence[Slot]) -> _Batch:
+        places: list[tuple[int, int, bytes]] = []
         pieces: list[memoryview] = []
         for message in messages:
             data = self._ring.view(message.slot)
@@ -344,13 +365,36 @@ class RunWriter:
                     )
                 places.append((extent, chunk, change))
                 pieces.append(data[offset : offset + length])
-        arrived: list[Arrived] = []
-        digests = self._writer.digests(pieces, self._seed)
-        for (extent, chunk, change), raw, digest in zip(places, pieces, digests, strict=True):
-            if digest.change != change:
-                raise save.torn(extent, chunk)
-            arrived.append(Arrived(extent, chunk, raw, digest.id))
-        self._intake.take(save, arrived)
+        digests = self._writer.digests(pieces, self._seed, ahead=self._batch is not None)
+        return _Batch(save, [message.slot for message in messages], places, pieces, digests)
+
+    def _store_batch(self) -> None:
+        """Store what was staged last, if it has not been stored."""
+        batch, self._batch = self._batch, None
+        if batch is None:
+            return
+        save = batch.save
+        if save.id not in self._active:
+            self._send(protocol.Released(batch.slots))
+            return
+        self._held += batch.slots
+        self._dirty.add(save.id)
+        began = time.perf_counter()
+        try:
+            arrived: list[Arrived] = []
+            for (extent, chunk, change), raw, digest in zip(
+                batch.places, batch.pieces, batch.digests, strict=True
+            ):
+                if digest.change != change:
+                    raise save.torn(extent, chunk)
+                arrived.append(Arrived(extent, chunk, raw, digest.id))
+            self._intake.take(save, arrived)
+        except Exception as error:
+            self._fail(save.id, error)
+            return
+        save.encode_seconds += time.perf_counter() - began
+        if 2 * len(self._held) >= self._ring.slots:
+            self._flush()  # the trainer fills the other half meanwhile
 
     def _flush(self) -> bool:
         """Make all blobs durable and release their slots; False when the storage refused."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
 import msgspec
@@ -216,9 +216,14 @@ class StoreWriter:
             for chunk_id, put in zip(ids, puts, strict=True)
         ]
 
-    def digests(self, views: Sequence[memoryview], seed: int) -> list[Digest]:
-        """Ids of chunks that are to be put, and their change hashes of that seed."""
-        return self.encoder.digests(views, seed)
+    def digests(
+        self, views: Sequence[memoryview], seed: int, *, ahead: bool = False
+    ) -> Iterator[Digest]:
+        """Ids of chunks that are to be put, and their change hashes of that seed, in order.
+
+        `ahead`: other chunks are to be put first; helpers, if there are any, begin with these now.
+        """
+        return self.encoder.digests(views, seed, ahead=ahead)
 
     def put_encoded(self, chunk_id: bytes, raw: memoryview, encoded: codecs.Encoded) -> Put:
         """Store a chunk in this form, also when the store holds it already.
