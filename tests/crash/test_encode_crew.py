@@ -22,6 +22,8 @@ import pytest
 from crewed_writer import HELPERS
 from deltackpt_store import writer as writer_module
 from deltackpt_store.client import WriterClient
+from deltackpt_store.coding_policy import RAW_PLAN
+from deltackpt_store.encode_helper import Digests, Encode, Message
 from deltackpt_store.pack import pack_path, read_footer
 from deltackpt_store.protocol import WriterOptions
 from deltackpt_store.store import Store
@@ -143,6 +145,18 @@ def test_thousands_of_small_chunks_in_a_deep_store_are_shared(
         store = Store.open(tmp_path / name)
         assert read_arrays(store, store.head("main"))[:-1] == saved[:-1]
     assert not caplog.records
+
+
+def test_what_a_message_asks_for_fits_into_one_area() -> None:
+    def encode(size: int) -> Encode:
+        return Encode((0, size), RAW_PLAN, b"/store", 0, None)
+
+    message = Message(1000)
+    assert message.add(encode(600))
+    assert message.add(encode(400))
+    assert not message.add(encode(1))
+    assert message.add(Digests(((0, 600),), SEED))  # what it gives is in the reply
+    assert len(message) == 3
 
 
 def test_a_damaged_reference_is_as_good_as_none(tmp_path: Path, start: Start) -> None:
