@@ -39,6 +39,7 @@ import dataclasses
 import datetime
 import enum
 import functools
+import io
 import pathlib
 import struct
 import types
@@ -60,6 +61,7 @@ from deltackpt_store.values_decode import (
     Placeholder,
     decode,
     decode_node,
+    find_class,
     find_member,
     read_dtype,
 )
@@ -73,6 +75,7 @@ __all__ = [
 _NATIVE: frozenset[type] = frozenset((type(None), bool, int, float, str, bytes))
 _SAFE: frozenset[type] = frozenset((type(None), bool, float, bytes))
 _pack = msgspec.msgpack.encode
+_SHOWN_PATH = 1000
 _Encoder = Callable[[Any, int], Any]
 
 
@@ -116,8 +119,9 @@ def encode_node(value: object, path: str = "") -> Any:
 
 def refuse(path: str, reason: str, hint: str) -> InvalidInputError:
     """The error for a value at `path` that cannot be saved; `reason` continues "value at ..."."""
+    shown = path if len(path) <= _SHOWN_PATH else f"{path[:_SHOWN_PATH]}..."
     return InvalidInputError(
-        f"cannot save the value at {path!r}: it {reason}",
+        f"cannot save the value at {shown!r}: it {reason}",
         kind="unsupported-value",
         hint=hint,
         path=path,
@@ -179,15 +183,15 @@ def dtype_from_description(description: object) -> np.dtype[Any]:
 def _encode(value: Any, depth: int) -> Any:
     kind = cast(Any, type(value))
     encoder = _ENCODERS.get(kind)
+    if depth > MAX_DEPTH:
+        raise _RefusedError(
+            f"nests deeper than {MAX_DEPTH} levels or contains itself", "flatten it"
+        )
     if encoder is not None:
-        if depth > MAX_DEPTH:
-            raise _RefusedError(
-                f"nests deeper than {MAX_DEPTH} levels or contains itself", "flatten it"
-            )
         return encoder(value, depth)
     if isinstance(value, enum.Enum):
         return _encode_enum(value)
-    if isinstance(value, np.generic):
+    if isinstance(value, np.generic) and kind is cast(Any, value).dtype.type is not np.record:
         scalar = cast(Any, value)
         raw = scalar.tobytes()[: scalar.dtype.itemsize]  # an empty np.str_ pretends to 4 bytes
         return ["nps", _describe(scalar.dtype), raw]
@@ -215,12 +219,28 @@ def _explain(value: Any) -> tuple[str, str]:
         return f"is the class {value.__qualname__}", "code is not saved: save its name instead"
     if dataclasses.is_dataclass(value):
         return f"is a dataclass ({name})", "save dataclasses.asdict(value) instead"
+    if isinstance(value, np.ma.MaskedArray):
+        return "is a masked array", "save value.data and numpy.ma.getmaskarray(value) instead"
     if isinstance(value, np.ndarray):
         return f"is a subclass of numpy.ndarray ({name})", "save numpy.asarray(value) instead"
+    if isinstance(value, np.record):
+        return "is a numpy.record", "save value.item(), or its plain array"
+    if isinstance(value, np.generic):
+        return f"is a subclass of a NumPy scalar ({name})", "save value.item()"
+    if isinstance(value, np.random.RandomState):
+        return f"is a random generator ({name})", "save value.get_state(legacy=False) instead"
+    if isinstance(value, np.random.SeedSequence):
+        return f"is a seed ({name})", "save value.state instead"
+    if isinstance(value, np.random.BitGenerator):
+        return f"is a random generator ({name})", "save value.state instead"
     if name.startswith("numpy.random."):
         return f"is a random generator ({name})", "save its state (bit_generator.state) instead"
     if name == "random.Random":
         return "is a random generator (random.Random)", "save value.getstate() instead"
+    if isinstance(value, (io.BytesIO, io.StringIO)):
+        return f"is a file in memory ({name})", "save value.getvalue() instead"
+    if isinstance(value, memoryview):
+        return "is a memoryview", "save bytes(value) instead"
     if isinstance(value, (types.GeneratorType, types.ModuleType)) or hasattr(kind, "__next__"):
         return f"is {name}, which has no value", "save the position you need to recreate it"
     for base in (dict, list, tuple, set, frozenset, str, bytes, int, float, complex):
@@ -300,11 +320,7 @@ def _encode_set(tag: str, value: Iterable[Any], depth: int) -> list[Any]:
 
 def _encode_enum(value: enum.Enum) -> list[Any]:
     kind = type(value)
-    if "<locals>" in kind.__qualname__:
-        raise _RefusedError(
-            f"is an enum defined inside a function ({kind.__qualname__})",
-            "define the enum at the top of a module, or save value.name",
-        )
+    _check_found(kind, "an enum", "value.name")
     name = value.name or ""
     try:
         found = find_member(kind, name)
@@ -318,8 +334,19 @@ def _encode_enum(value: enum.Enum) -> list[Any]:
     return ["enum", kind.__module__, kind.__qualname__, name]
 
 
+def _check_found(kind: Any, what: str, instead: str) -> None:
+    """Refuse a class that no load could find by its name."""
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    if find_class(kind.__module__, kind.__qualname__) is not kind:
+        raise _RefusedError(
+            f"is of {what} class that cannot be found by its name {name}",
+            f"define the class at the top of a module under that name, or save {instead}",
+        )
+
+
 def _encode_namedtuple(value: Any, depth: int) -> list[Any]:
     kind = cast(Any, type(value))
+    _check_found(kind, "a namedtuple", "tuple(value)")
     names: tuple[str, ...] = kind._fields
     return ["nt", kind.__module__, kind.__qualname__, list(names), _encode_items(value, depth)]
 
@@ -338,12 +365,12 @@ def _describe(dtype: np.dtype[Any]) -> object:
         raise _RefusedError(
             f"holds Python objects (NumPy dtype {dtype})", "use a numeric dtype, or a list"
         )
-    description: object = np.lib.format.dtype_to_descr(dtype) if dtype.names else dtype.str
     try:
-        same = read_dtype(msgspec.msgpack.decode(_pack(description))) == dtype
-    except (MalformedError, TypeError):
-        same = False
-    if not same:
+        description: object = np.lib.format.dtype_to_descr(dtype) if dtype.names else dtype.str
+        known = read_dtype(msgspec.msgpack.decode(_pack(description)))
+    except (MalformedError, TypeError, ValueError):  # ValueError: fields overlap or change order
+        description = known = None
+    if known is None or known != dtype or known.type is not dtype.type:
         raise _RefusedError(
             f"has the NumPy dtype {dtype}, which has no portable name", "view as uint8"
         )

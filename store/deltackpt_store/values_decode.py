@@ -10,6 +10,7 @@ import datetime
 import enum
 import os
 import pathlib
+import re
 import struct
 import sys
 import warnings
@@ -30,6 +31,7 @@ MAX_DOCUMENT_BYTES = 64 << 20
 FACTORIES: dict[str, type] = {
     kind.__name__: kind for kind in (list, dict, set, int, float, str, tuple, bool)
 }
+_DTYPE = re.compile(r"[<>|=][A-Za-z][0-9]{0,3}(\[[0-9]*[A-Za-z]+\])?\Z")
 _NATIVE: frozenset[type] = frozenset((type(None), bool, int, float, str, bytes))
 _Decoder = Callable[[list[Any], int], object]
 
@@ -51,6 +53,10 @@ class MalformedError(Exception):
 
 class _UnknownTagError(Exception):
     """A tag that no version up to this one wrote."""
+
+
+class NotHereError(Exception):
+    """What this machine lacks that the one which wrote the document had."""
 
 
 class _ClassNotLoadedError(Exception):
@@ -90,6 +96,12 @@ def decode_node(node: Any, path: str = "") -> Any:
             hint="upgrade deltackpt",
             path=path,
         ) from None
+    except NotHereError as error:
+        raise UnsupportedFormatError(
+            f"value at {path!r} needs {error}, which this machine does not have",
+            hint="restore where it is known (time zones: install tzdata), or without this value",
+            path=path,
+        ) from None
     except _ClassNotLoadedError as error:
         raise InvalidInputError(
             f"value at {path!r} is a member of the enum {error}, which is not loaded here",
@@ -115,7 +127,7 @@ def _decode(node: Any, depth: int) -> Any:
         raise _UnknownTagError(repr(tag))
     try:
         return decoder(payload, depth)
-    except (MalformedError, _UnknownTagError, _ClassNotLoadedError):
+    except (MalformedError, NotHereError, _UnknownTagError, _ClassNotLoadedError):
         raise
     except Exception as error:
         raise MalformedError(f"bad payload of {tag!r}: {type(error).__name__}: {error}") from None
@@ -179,8 +191,10 @@ def _set(payload: list[Any], depth: int) -> set[Any]:
 def read_dtype(description: Any) -> np.dtype[Any]:
     """A NumPy dtype from its description; :class:`MalformedError` when it is none."""
     try:
-        dtype = np.dtype(_fields(description))
+        dtype: np.dtype[Any] = np.lib.format.descr_to_dtype(_fields(description))
     except Exception as error:
+        if isinstance(description, str) and _DTYPE.match(description):
+            raise NotHereError(f"the NumPy dtype {description!r}") from None
         raise MalformedError(f"NumPy dtype {description!r}: {error}") from None
     if dtype.hasobject:
         raise MalformedError("a NumPy dtype of Python objects")
@@ -194,7 +208,7 @@ def _fields(description: Any) -> Any:
     for name, kind, *shape in _list(description):
         label = tuple(_list(name)) if isinstance(name, list) else name
         fields.append((label, _fields(kind), *(tuple(_list(s)) for s in shape)))
-    return np.lib.format.descr_to_dtype(fields)
+    return fields
 
 
 def _array(payload: list[Any], depth: int) -> np.ndarray[Any, Any]:
@@ -207,7 +221,10 @@ def _array(payload: list[Any], depth: int) -> np.ndarray[Any, Any]:
         count *= size
     if count * dtype.itemsize != len(_bytes(data)):
         raise MalformedError(f"{len(data)} bytes for an array {shape} of {dtype}")
-    return np.ndarray(shape, dtype, data).copy()
+    out = np.ndarray(shape, dtype, data).copy()
+    if dtype.names and data:  # the copy left out what lies between the fields
+        out.reshape(-1).view(np.uint8)[:] = np.frombuffer(data, np.uint8)
+    return out
 
 
 def _numpy_scalar(payload: list[Any], depth: int) -> Any:
@@ -233,8 +250,13 @@ def make_namedtuple(module: Any, qualname: Any, names: Any, items: list[Any]) ->
     fields = tuple(_list(names))
     if len(fields) != len(items):
         raise MalformedError(f"{len(items)} items for a namedtuple of {len(fields)} fields")
-    loaded = kind is not None and _attributes(kind).get("_fields") == fields
-    if loaded and issubclass(cast(Any, kind), tuple):
+    bases = () if kind is None else cast(Any, type).mro(kind)
+    owner = next((base for base in bases if "_fields" in _attributes(base)), None)
+    if (
+        owner is not None
+        and _attributes(owner)["_fields"] == fields
+        and issubclass(cast(Any, kind), tuple)
+    ):
         return cast(Any, tuple).__new__(kind, items)
     warnings.warn(
         f"the namedtuple {module}.{qualname} is not loaded with these fields: restored as a tuple",
@@ -282,7 +304,10 @@ def _zone(node: Any) -> datetime.tzinfo | None:
     if node is None:
         return None
     if isinstance(node, str):
-        return zoneinfo.ZoneInfo(node)
+        try:
+            return zoneinfo.ZoneInfo(node)
+        except zoneinfo.ZoneInfoNotFoundError:
+            raise NotHereError(f"the time zone {node!r}") from None
     offset, name = _list(node)
     delta = datetime.timedelta(*offset)
     return datetime.timezone(delta) if name is None else datetime.timezone(delta, name)

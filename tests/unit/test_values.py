@@ -8,11 +8,13 @@ import dataclasses
 import datetime
 import enum
 import functools
+import io
 import pathlib
 import pickle
 import random
 import struct
 import zoneinfo
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import msgspec
@@ -113,6 +115,8 @@ def test_dict_keys_keep_their_type() -> None:
         np.array(["ab", "c"]),
         np.array([b"ab", b""]),
         np.array([(1, (2, 3))], dtype=[("a", "<f4"), ("b", ">i2", (2,))]),
+        np.zeros(2, [("outer", [("inner", "<f4", (2, 2)), (("title", "name"), "<i2")])]),
+        np.frombuffer(bytes(range(32)), np.dtype([("a", "i1"), ("b", "<f8")], align=True)),
         np.array([1, 2], "<M8[ns]"),
         np.array([True, False]),
         np.array([1 + 2j], np.complex64),
@@ -160,7 +164,8 @@ REFUSED: list[tuple[Any, str]] = [
     ((i for i in ()), "position"),
     (object(), "state_dict"),
     (np.array([object()]), "Python objects"),
-    (np.ma.array([1]), "asarray"),
+    (np.rec.array([(1,)]), "asarray"),
+    (np.ma.array([1]), "getmaskarray"),
     (collections.defaultdict(lambda: 1), "factory"),
     (type("D", (dict,), {})(a=1), "subclass of dict"),
     (type("T", (tuple,), {})((1,)), "subclass of tuple"),
@@ -344,3 +349,80 @@ def test_every_dtype_of_this_torch_has_a_name() -> None:
         dtype_from_name("float3")
     with pytest.raises(UnsupportedFormatError):
         dtype_from_name("load")
+
+
+Nested = collections.namedtuple("Nested", "inner")
+
+
+class Longer(Point):
+    """Inherits its fields."""
+
+
+def test_a_namedtuple_that_inherits_its_fields() -> None:
+    # case 36: it came back as a plain tuple
+    back = decode(encode(Longer(1, 2)))
+    assert type(back) is Longer
+    assert back == Longer(1, 2)
+
+
+def out_of_order() -> np.dtype[Any]:
+    return np.dtype({"names": ["a", "b"], "formats": ["<i4", "<i2"], "offsets": [4, 0]})
+
+
+def overlapping() -> np.dtype[Any]:
+    return np.dtype({"names": ["a", "b"], "formats": ["<i4", "<i2"], "offsets": [0, 2]})
+
+
+def deep_namedtuple() -> Any:
+    value: Any = None
+    for _ in range(500):
+        value = Nested(value)
+    return value
+
+
+CHANGED: dict[str, tuple[Callable[[], Any], str]] = {
+    "local-namedtuple": (lambda: collections.namedtuple("Local", "a")(1), "tuple"),
+    "unnamed-enum": (lambda: enum.Enum("Unnamed", "A").A, "value.name"),
+    "numpy-subclass": (lambda: type("Own", (np.float64,), {})(1.5), "item"),
+    "record": (lambda: np.rec.array([(1,)], dtype=[("a", "<i4")])[0], "item"),
+    "record-dtype": (lambda: np.dtype((np.record, [("a", "<i4")])), "uint8"),
+    "out-of-order": (lambda: np.zeros(2, out_of_order()), "uint8"),
+    "overlapping": (lambda: np.zeros(2, overlapping())[0], "uint8"),
+    "file": (lambda: io.BytesIO(b"x"), "getvalue"),
+    "memoryview": (lambda: memoryview(b"x"), "bytes"),
+    "seeds": (lambda: np.random.SeedSequence(1), "value.state"),
+    "legacy-generator": (lambda: np.random.RandomState(1), "get_state"),
+    "bit-generator": (lambda: np.random.PCG64(1), "value.state"),
+    "deep-in-a-set": (lambda: {deep_namedtuple()}, "flatten"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_what_would_come_back_as_something_else_is_refused(name: str) -> None:
+    # case 36
+    make, word = CHANGED[name]
+    with pytest.raises(InvalidInputError, match="progress/0") as caught:
+        encode([make()], "progress")
+    assert caught.value.kind == "unsupported-value"
+    assert word in str(caught.value.hint)
+
+
+@pytest.mark.parametrize(
+    ("document", "word"),
+    [(["dt", "2024-01-01T00:00:00", 0, "Nowhere/Land"], "Nowhere/Land"),
+     (["np", "<f11", [0], b""], "<f11"), (["npd", "<q9"], "<q9")],
+    ids=["zone", "array", "dtype"],
+)  # fmt: skip
+def test_what_this_machine_lacks_is_no_damage(document: Any, word: str) -> None:
+    """A step without a fault would be passed over for an older one."""
+    with pytest.raises(UnsupportedFormatError, match=word) as caught:
+        decode(msgspec.msgpack.encode(document), "x/t")
+    assert caught.value.context["path"] == "x/t"
+    assert caught.value.hint
+
+
+def test_errors_stay_readable_when_a_path_is_endless() -> None:
+    with pytest.raises(InvalidInputError) as caught:
+        encode(object(), "k" * 100_000)
+    assert len(str(caught.value)) < 2000
+    assert caught.value.context["path"] == "k" * 100_000
