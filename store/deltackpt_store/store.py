@@ -251,7 +251,10 @@ def _absolute(path: str | os.PathLike[str]) -> str:
         raise InvalidInputError(
             f"{text!r} cannot be the path of a store", kind="bad-path", hint="name a directory"
         )
-    return os.path.realpath(text)
+    try:
+        return os.path.realpath(text)
+    except OSError as error:  # the working directory was removed
+        raise storage_error(error, "find the directory of the relative path", text) from error
 
 
 def _check_mode(mode: Any) -> None:

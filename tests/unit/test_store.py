@@ -559,3 +559,15 @@ def test_what_an_unfinished_create_left_is_in_nobodys_way(tmp_path: Path) -> Non
     (tmp_path / "other/cache/mine").touch()
     with pytest.raises(InvalidInputError):
         Store.create(tmp_path / "other")
+
+
+def test_a_relative_path_without_a_directory_is_said_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # case 174
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(StorageError, match="store"):
+        Store.create("store")
