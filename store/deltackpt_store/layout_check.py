@@ -53,6 +53,14 @@ def check_structure(structure: bytes, name: str) -> None:
     raise _bad("its structure is nested too deeply", name)
 
 
+def check_counts(layout: Layout, name: str) -> None:
+    """No list of the layout is longer than a reader takes."""
+    for field, what in ((layout.paths, "paths"), (layout.tensors, "tensors"),
+                        (layout.extents, "extents"), (layout.objects, "objects")):  # fmt: skip
+        if len(field) > MAX_LEAVES:
+            raise _bad(f"{len(field)} {what} are more than {MAX_LEAVES}", name)
+
+
 def check_layout(layout: Layout, name: str) -> None:
     """Every slot, extent, shape, stride and offset is in range (see the module)."""
     count = len(layout.paths)

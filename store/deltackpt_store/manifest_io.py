@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from deltackpt_store.errors import CorruptionError, InvalidInputError, UnsupportedFormatError
 from deltackpt_store.fileio import Buffer
-from deltackpt_store.layout_check import MAX_LEAVES, check_layout, check_structure
+from deltackpt_store.layout_check import MAX_LEAVES, check_counts, check_layout, check_structure
 from deltackpt_store.manifest import ID_BYTES, Commit, Ids, Layout, Manifest, Snapshot
 from deltackpt_store.merkle import root
 from deltackpt_store.names import MAX_NUMBER, is_name, is_pack_name
@@ -95,7 +95,7 @@ def encode(manifest: Manifest) -> bytes:
         raise InvalidInputError(
             f"the manifest would have {len(data)} bytes, more than {MAX_MANIFEST_BYTES}",
             kind="manifest-size",
-            hint="use larger chunks (chunk_bytes)",
+            hint="use larger chunks (chunk_bytes), or hold large plain values in tensors",
         )
     return data
 
@@ -107,6 +107,8 @@ def to_base(snapshot: Snapshot, packs: Iterable[str]) -> Manifest:
     when a reader would refuse it, so that no step is saved that cannot be restored.
     """
     try:
+        check_counts(snapshot.layout, "of this step")
+        check_structure(snapshot.layout.structure, "of this step")
         check_layout(snapshot.layout, "of this step")
         _check_whole(
             snapshot.layout, snapshot.objects, snapshot.inline, snapshot.chunks, "of this step"

@@ -31,7 +31,7 @@ from deltackpt_store.errors import (
 )
 from deltackpt_store.index import ChunkIndex, MemoryIndex, refresh
 from deltackpt_store.intake import Arrived, Intake
-from deltackpt_store.layout_check import check_layout
+from deltackpt_store.layout_check import check_counts, check_layout, check_structure
 from deltackpt_store.leases import Hold, Lease, hold
 from deltackpt_store.lineage import Lineage
 from deltackpt_store.manifest import Commit, Layout, Snapshot
@@ -213,6 +213,8 @@ class RunWriter:
             self._layout = None
             try:
                 layout = msgspec.msgpack.decode(begin.layout, type=Layout)
+                check_counts(layout, "layout")
+                check_structure(layout.structure, "layout")
                 check_layout(layout, "layout")
             except (msgspec.MsgspecError, CorruptionError) as error:
                 raise InvalidInputError(f"the layout is not valid: {error}") from error

@@ -467,14 +467,21 @@ def test_a_manifest_too_large_to_be_read_back_is_not_written(
         mi.decode(mi.MANIFEST_MAGIC + bytes(2000))
 
 
-@pytest.mark.parametrize("part", ["inline", "chunks", "objects", "view"])
-def test_a_step_that_no_reader_would_accept_is_not_written(part: str) -> None:
+@pytest.mark.parametrize("part", ["inline", "chunks", "objects", "view", "nesting", "count"])
+def test_a_step_that_no_reader_would_accept_is_not_written(
+    part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An inconsistent state must fail at save, not when it is needed."""
     content = snapshot()
     if part == "view":
         far = msgspec.structs.replace(content.layout.tensors[0], offset=8)
         tensors = (far, *content.layout.tensors[1:])
         content.layout = msgspec.structs.replace(content.layout, tensors=tensors)
+    elif part == "nesting":
+        deep = b"\x91" * 300 + b"\x90"
+        content.layout = msgspec.structs.replace(content.layout, structure=deep)
+    elif part == "count":
+        monkeypatch.setattr("deltackpt_store.layout_check.MAX_LEAVES", 4)
     else:
         getattr(content, part).popitem()
     with pytest.raises(InvalidInputError) as caught:
