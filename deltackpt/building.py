@@ -210,7 +210,7 @@ class _Builder:
             return self._parts(tuple(slots))
         tensors = [self._tensor(slot) for slot in slots]
         try:
-            out = _sparse_tensor(tag, tuple(_list(shape)), rest[0], tensors)
+            out = sparse_tensor(tag, tuple(_list(shape)), rest[0], tensors)
         except (RuntimeError, TypeError, ValueError, IndexError) as error:
             raise _MalformedError(f"bad sparse tensor: {error}") from None
         if parameter:
@@ -231,8 +231,8 @@ class _Builder:
             raise _MalformedError(f"bad array: {error}") from None
 
 
-def _sparse_tensor(tag: str, shape: tuple[int, ...], flag: Any, tensors: list[Tensor]) -> Tensor:
-    """Put a sparse tensor together; its indices are checked, because they are untrusted."""
+def sparse_tensor(tag: str, shape: tuple[int, ...], flag: Any, tensors: list[Tensor]) -> Tensor:
+    """Put a sparse tensor together (no copy); RuntimeError when its indices are wrong."""
     make = cast(Any, torch)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # "support is in beta state"

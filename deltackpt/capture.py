@@ -17,6 +17,7 @@ from .landing import CopyFigures
 from .nodes import ChangedError, Leaves
 from .small import SmallBytes
 from .sources import Signs
+from .tensors import check_mode
 from .tree import Tree, Walker
 from .values import encode
 
@@ -134,6 +135,7 @@ def capture(
             found = _find_again(compiled, whole)
     if found is None:
         found = _find(whole, chunk_bytes, live)
+    check_mode()
     compiled, leaves, measured = found
     tree = compiled.tree
     documents: dict[int, bytes] = {

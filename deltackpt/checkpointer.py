@@ -29,7 +29,7 @@ from .events import Observer, Observers, Preempted, Skipped
 from .extents import BufferPool
 from .guard import Guard, has_optimizer
 from .keys import KeyMap
-from .lifecycle import SaveSignals
+from .lifecycle import SaveSignals, check_signals
 from .options import CHUNK_BYTES, check_metrics, check_options, check_step, note_metrics
 from .pipeline import MAX_IN_FLIGHT, SavePipeline
 from .policy import Due, DueFunction, Every, Keep, OnBusy, OnError, check_seconds
@@ -146,6 +146,7 @@ class Checkpointer:
             rng=rng, threads=threads, final=final,
         )  # fmt: skip
         compacting = check_compact(compact)
+        save_on = check_signals(save_on)
         if not isinstance(state, Mapping) or not state:  # pyright: ignore[reportUnnecessaryIsInstance] -- users' input
             raise InvalidInputError(
                 "state must be a mapping that is not empty, such as {'model': model}",

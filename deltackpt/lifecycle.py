@@ -33,6 +33,7 @@ class Finishable(Protocol):
     def finish_at_exit(self) -> None: ...
 
 
+_UNCATCHABLE = {getattr(signal, name, None) for name in ("SIGKILL", "SIGSTOP")}
 _open: set[Finishable] = set()
 
 
@@ -60,7 +61,7 @@ class SaveSignals:
         self._pending = False
         self._pid = os.getpid()
         self._previous: dict[int, Handler] = {}
-        self._install(_check_signals(signals))
+        self._install(check_signals(signals))
 
     @property
     def pending(self) -> bool:
@@ -116,7 +117,8 @@ class SaveSignals:
             previous(number, frame)
 
 
-def _check_signals(signals: Any) -> tuple[int, ...]:
+def check_signals(signals: Any) -> tuple[int, ...]:
+    """The option `save_on` as signal numbers; `InvalidInputError` for what is none."""
     try:
         numbers = tuple(int(number) for number in signals)
     except (TypeError, ValueError) as error:
@@ -127,9 +129,10 @@ def _check_signals(signals: Any) -> tuple[int, ...]:
         ) from error
     known = signal.valid_signals()
     for number in numbers:
-        if number not in known:
+        if number not in known or number in _UNCATCHABLE:
+            reason = "no signal" if number not in known else "a signal that cannot be caught"
             raise InvalidInputError(
-                f"save_on: {number} is no signal",
+                f"save_on: {number} is {reason}",
                 hint="for example save_on=(signal.SIGTERM,)",
                 option="save_on",
             )

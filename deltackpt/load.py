@@ -14,6 +14,7 @@ from deltackpt_store.store import Store
 
 from .choosing import Skipped, held_candidates, named_step, nothing_verifies
 from .reading import Step, available_bytes, is_damage, patterns
+from .tensors import check_mode
 from .views import dress, rebuild
 
 _log = logging.getLogger("deltackpt.restore")
@@ -44,6 +45,7 @@ def load(
     for a `step` that is damaged (or when none verifies), `InvalidInputError` when `only` matches
     nothing or the step needs more memory than there is.
     """
+    check_mode()
     store = store if isinstance(store, Store) else Store.open(store)
     run, step = named_step(store, run, step)
     only = None if only is None else patterns(only)
@@ -52,7 +54,8 @@ def load(
     for held in held_candidates(store, run, step, skipped):
         commit = held.commit
         try:
-            return _build(Step(store, commit, only), where, threads)
+            with torch.inference_mode(False):  # what is made in that mode could not be trained
+                return _build(Step(store, commit, only), where, threads)
         except DeltackptError as error:
             if step is not None or not is_damage(error):
                 raise

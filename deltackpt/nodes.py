@@ -15,9 +15,11 @@ from typing import Any, cast
 import msgspec
 import numpy as np
 import torch
+from deltackpt_store.errors import DeltackptError, StateError
 from deltackpt_store.values import encode_node, is_scalar, is_value
 from torch import Tensor, nn
 
+from .building import SPARSE_TAGS, sparse_tensor
 from .tensors import PLAIN
 
 ARRAY_BYTES = 64 << 10
@@ -145,10 +147,11 @@ class SequenceNode(_Node):
 
 
 class StatefulNode(_Node):
-    __slots__ = ("kid", "kind")
+    __slots__ = ("kid", "kind", "path")
 
-    def __init__(self, kind: type) -> None:
+    def __init__(self, kind: type, path: str) -> None:
         self.kind = kind
+        self.path = path
         self.kid: Kid = OBJECT
 
     def collect(self, value: Any, out: Leaves) -> None:
@@ -158,7 +161,7 @@ class StatefulNode(_Node):
             out.modules.append(value)
         elif isinstance(value, torch.optim.Optimizer):
             out.optimizers.append(value)
-        collect_items((self.kid,), (state_of(value),), out)
+        collect_items((self.kid,), (ask(value, self.path),), out)
 
 
 class SparseNode(_Node):
@@ -170,7 +173,10 @@ class SparseNode(_Node):
     def collect(self, value: Any, out: Leaves) -> None:
         if type(value) not in PLAIN or sparse_facts(value) != self.facts:
             raise ChangedError
-        out.tensors += sparse_parts(value).values()
+        parts = sparse_parts(value)
+        if sparse_problem(value, parts) is not None:
+            raise ChangedError
+        out.tensors += parts.values()
 
 
 class ArrayNode(_Node):
@@ -189,6 +195,21 @@ class ArrayNode(_Node):
 def kind_of(value: Any) -> type[Any]:
     """``type(value)``, without what a type checker may have inferred about it."""
     return cast(Any, type)(value)
+
+
+def ask(value: Any, path: str) -> Any:
+    """:func:`state_of` for a save; `StateError` (kind "state-failed") when the object raises."""
+    try:
+        return state_of(value)
+    except (ChangedError, DeltackptError):
+        raise
+    except Exception as error:
+        raise StateError(
+            f"the object at {path!r} gives no state_dict: {type(error).__name__}: {error}",
+            kind="state-failed",
+            hint="mend the object, or leave it out of the state",
+            path=path,
+        ) from error
 
 
 def state_of(value: Any) -> Any:
@@ -232,6 +253,17 @@ def sparse_parts(tensor: Tensor) -> dict[str, Tensor]:
                 "values": t.values()}  # fmt: skip
     return {"ccol_indices": t.ccol_indices(), "row_indices": t.row_indices(),
             "values": t.values()}  # fmt: skip
+
+
+def sparse_problem(tensor: Tensor, parts: dict[str, Tensor]) -> str | None:
+    """What is wrong with the indices of a sparse tensor, which PyTorch does not check when it is
+    made; None when no load will refuse it."""
+    layout, shape, coalesced, *_ = sparse_facts(tensor)
+    try:
+        sparse_tensor(SPARSE_TAGS[layout], shape, coalesced, list(parts.values()))
+    except RuntimeError as error:
+        return str(error).splitlines()[0]
+    return None
 
 
 def array_bytes(array: np.ndarray[Any, Any]) -> Tensor:

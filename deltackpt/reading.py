@@ -111,11 +111,12 @@ class Step:
 
         The caller owns the result; tensors made of it may be handed on.
         """
-        memory: dict[int, torch.Tensor] = {}
-        for extent in wanted:
-            memory[extent] = torch.empty(
-                self.layout.extents[extent].nbytes, dtype=torch.uint8, device="cpu"
-            )
+        sizes = {extent: self.layout.extents[extent].nbytes for extent in wanted}
+        with torch.inference_mode(False):
+            memory = {
+                extent: torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+                for extent, nbytes in sizes.items()
+            }
         self.fill(memory, threads)
         return memory
 
@@ -201,7 +202,10 @@ def _below(path: str, prefix: str) -> bool:
 
 def patterns(only: str | Iterable[str]) -> list[str]:
     """`only` as a list of globs; `InvalidInputError` for anything else or an empty one."""
-    globs: list[object] = [only] if isinstance(only, str) else list(only)
+    try:
+        globs: list[object] = [only] if isinstance(only, str) else list(only)
+    except TypeError:
+        globs = []
     if not globs or not all(isinstance(glob, str) for glob in globs):
         raise InvalidInputError(
             f"only must be a glob or a list of globs over paths, not {only!r}",

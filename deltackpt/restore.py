@@ -22,6 +22,7 @@ from .keys import KeyMap, check_key_map
 from .reading import Step, available_bytes, is_damage, matcher, patterns
 from .stream import Goal, stream
 from .targets import Mismatch
+from .tensors import check_mode
 
 _log = logging.getLogger("deltackpt.restore")
 
@@ -159,6 +160,7 @@ def restore_and_hold(
     When `run` is `expected` to exist, `NotFoundError` names the runs of a store that lacks it.
     """
     began = time.perf_counter()
+    check_mode()
     store = store if isinstance(store, Store) else Store.open(store)
     if not isinstance(state, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance] -- users' input
         raise InvalidInputError(

@@ -8,7 +8,8 @@ from __future__ import annotations
 import functools
 
 import torch
-from deltackpt_store.errors import UnsupportedFormatError
+from deltackpt_store.errors import StateError, UnsupportedFormatError
+from deltackpt_store.layout_check import MAX_DIMENSIONS
 from deltackpt_store.manifest import element_bytes
 from deltackpt_store.values import refuse
 from torch import Tensor, nn
@@ -38,6 +39,18 @@ def dtype_problem(dtype: torch.dtype) -> str | None:
     return "has a name that does not tell its size"
 
 
+def check_mode() -> None:
+    """`StateError` (kind "mode") where PyTorch gives no real memory, as in a FakeTensorMode."""
+    probe = torch.empty(0, dtype=torch.uint8, device="cpu")
+    if type(probe) is not Tensor or _wrapped(probe):
+        raise StateError(
+            f"nothing can be saved or restored here: new tensors are {type(probe).__name__}s"
+            " without memory",
+            kind="mode",
+            hint="call it outside of FakeTensorMode and of torch.func transforms",
+        )
+
+
 def refuse_unsupported(path: str, tensor: Tensor) -> None:
     """Raise `InvalidInputError` (kind "unsupported-value") unless `tensor` can be saved."""
     problem = _problem(tensor)
@@ -65,6 +78,8 @@ def _problem(tensor: Tensor) -> tuple[str, str] | None:
     problem = dtype_problem(tensor.dtype)
     if problem is not None:
         return f"has the dtype {tensor.dtype}, which {problem}", "save tensor.view(torch.uint8)"
+    if tensor.dim() > MAX_DIMENSIONS:
+        return f"has {tensor.dim()} dimensions (limit {MAX_DIMENSIONS})", "save it reshaped"
     if not tensor.numel():
         return None
     if tensor._is_zerotensor():  # pyright: ignore  # no public spelling
@@ -83,6 +98,11 @@ def _problem(tensor: Tensor) -> tuple[str, str] | None:
 
 
 def _subclass(tensor: Tensor) -> tuple[str, str]:
+    with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore  # a subclass may refuse anything
+        return _subclass_problem(tensor)
+
+
+def _subclass_problem(tensor: Tensor) -> tuple[str, str]:
     kind = type(tensor)
     name = f"{kind.__module__}.{kind.__qualname__}"
     if nn.parameter.is_lazy(tensor):

@@ -24,7 +24,7 @@ Keys are value nodes (see deltackpt_store.values).
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict, defaultdict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,7 +32,8 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
-from deltackpt_store.errors import InvalidInputError
+from deltackpt_store.errors import CorruptionError, InvalidInputError
+from deltackpt_store.layout_check import MAX_LEAVES, MAX_STRUCTURE_BYTES, check_structure
 from deltackpt_store.values import (
     MAX_DEPTH,
     dtype_description,
@@ -59,13 +60,14 @@ from .nodes import (
     SparseNode,
     StatefulNode,
     array_bytes,
+    ask,
     collect_items,
     extra_of,
     is_object,
     kind_of,
     sparse_facts,
     sparse_parts,
-    state_of,
+    sparse_problem,
 )
 from .paths import join, segments
 from .tensors import PLAIN, refuse_unsupported
@@ -138,11 +140,41 @@ class Walker:
     def tree(self, state: dict[Any, Any]) -> Tree:
         """Walk `state`; see :func:`flatten`. A walker walks once."""
         node, kid = self.walk(state, "", 0)
+        structure = msgspec.msgpack.encode(node)
+        self._check_size(structure)
         return Tree(
-            msgspec.msgpack.encode(node), tuple(self.paths), tuple(self.tensor_slots),
+            structure, tuple(self.paths), tuple(self.tensor_slots),
             tuple(self.object_slots), tuple(self.origins), tuple(self.module_paths),
             tuple(self.optimizer_paths), kid,
         )  # fmt: skip
+
+    def _check_size(self, structure: bytes) -> None:
+        """What no reader would take is refused here, where its place can be named."""
+        reason = None
+        if len(self.paths) > MAX_LEAVES:
+            reason = f"{len(self.paths)} tensors and plain values (limit {MAX_LEAVES})"
+        elif len(structure) > MAX_STRUCTURE_BYTES:
+            reason = f"names of {len(structure)} bytes in all (limit {MAX_STRUCTURE_BYTES})"
+        if reason is not None:
+            size = Counter[str]()
+            for path in self.paths:
+                size[path.rpartition("/")[0]] += len(path)
+            place = size.most_common(1)[0][0]
+            raise InvalidInputError(
+                f"cannot save a state with {reason}; most of it is at {place!r}",
+                kind="unsupported-value",
+                hint="hold many small values in one list, NumPy array or tensor",
+                path=place,
+            )
+        try:
+            check_structure(structure, "of the state")
+        except CorruptionError as error:
+            raise InvalidInputError(
+                "cannot save the state: its containers, together with their keys, nest too deeply",
+                kind="unsupported-value",
+                hint="flatten it, or use plain names as keys",
+                path=max(self.paths, key=lambda path: path.count("/"), default=""),
+            ) from error
 
     def walk(
         self, value: Any, path: str, depth: int, origin: Origin | None = None
@@ -215,7 +247,7 @@ class Walker:
     def _mapping(self, value: Any, path: str, depth: int, origin: Origin | None) -> tuple[Any, Kid]:
         kind = kind_of(value)
         keys: list[Any] = list(value)
-        names = segments(keys)
+        names = _names(keys, path)
         places = [join(path, name, top=depth == 0) for name in names]
         nodes = [encode_node(k, place) for k, place in zip(keys, places, strict=True)]
         compiled = MappingNode(value, nodes, extra_of(value))
@@ -249,8 +281,8 @@ class Walker:
             inside = Origin("optimizer", len(self.leaves.optimizers))
             self.leaves.optimizers.append(value)
             self.optimizer_paths.append(path)
-        compiled = StatefulNode(kind_of(value))
-        node, compiled.kid = self.walk(state_of(value), path, depth + 1, inside)
+        compiled = StatefulNode(kind_of(value), path)
+        node, compiled.kid = self.walk(ask(value, path), path, depth + 1, inside)
         return node, compiled
 
     def _tensor(self, tensor: Tensor, path: str, origin: Origin) -> tuple[Any, Kid]:
@@ -268,9 +300,17 @@ class Walker:
 
     def _sparse(self, tensor: Tensor, path: str) -> tuple[Any, Kid]:
         slots: list[int] = []
-        for name, part in sparse_parts(tensor).items():
+        parts = sparse_parts(tensor)
+        for name, part in parts.items():
             refuse_unsupported(f"{path}/{name}", part)
             slots.append(self._slot(part, f"{path}/{name}", Origin()))
+        problem = sparse_problem(tensor, parts)
+        if problem is not None:
+            raise refuse(
+                path,
+                f"is a sparse tensor with wrong indices: {problem}",
+                "make it with check_invariants=True, or coalesce() or sort it first",
+            )
         layout, shape, coalesced, kind, requires_grad = sparse_facts(tensor)
         head = [SPARSE_TAGS[layout], list(shape)] + ([] if coalesced is None else [coalesced])
         return [*head, *slots, kind is nn.Parameter, requires_grad], SparseNode(tensor)
@@ -282,6 +322,14 @@ class Walker:
             raise refuse(path, error.message, error.hint or "") from None
         slot = self._slot(array_bytes(array), path, Origin())
         return ["np", slot, described, list(array.shape)], ArrayNode(array)
+
+
+def _names(keys: list[Any], path: str) -> list[str]:
+    try:
+        return segments(keys)
+    except Exception as error:  # from the repr of a key
+        reason = f"has a key that cannot be shown ({type(error).__name__})"
+        raise refuse(path, reason, "use plain names as keys") from error
 
 
 def _inherit(origin: Origin | None, key: Any, item: Any) -> Origin | None:

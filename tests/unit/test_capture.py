@@ -8,15 +8,16 @@ import gc
 import time
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 from captured import BufferPool, bits, memory_of, rebuild, same, take
-from deltackpt_store.errors import InvalidInputError
+from deltackpt_store.errors import InvalidInputError, StateError
 from torch import Tensor, nn
 
+from deltackpt import tree
 from deltackpt.capture import Capture, capture, describe
 
 
@@ -626,3 +627,129 @@ def test_many_small_tensors_are_cheap() -> None:
     assert second.layout is first.layout
     back = rebuild(second)["d"]
     assert all(same(back[key], tensor) for key, tensor in state["d"].items())
+
+
+def unsorted_columns() -> Tensor:
+    crow, col = torch.tensor([0, 2, 3]), torch.tensor([1, 0, 1])
+    return torch.sparse_csr_tensor(crow, col, torch.ones(3), (2, 2), check_invariants=False)
+
+
+def falsely_coalesced() -> Tensor:
+    tensor = torch.sparse_coo_tensor(torch.tensor([[1, 0, 1]]), torch.ones(3), (3,))
+    return tensor._coalesced_(True)
+
+
+def outside() -> Tensor:
+    indices = torch.tensor([[0, 7]])
+    return torch.sparse_coo_tensor(indices, torch.ones(2), (3,), check_invariants=False)
+
+
+@pytest.mark.filterwarnings("ignore:.*Sparse")
+@pytest.mark.parametrize("make", [unsorted_columns, falsely_coalesced, outside])
+def test_sparse_tensors_that_no_load_would_take_are_refused(make: Callable[[], Tensor]) -> None:
+    # case 19: the fault was first seen at load, which took the step for damaged
+    state: dict[str, Any] = (
+        {"s": {"t": make().to_dense().to_sparse(layout=make().layout)}}
+        if (make is unsorted_columns)
+        else {"s": {"t": torch.eye(3).to_sparse()}}
+    )
+    good = take(state)
+    state["s"]["t"] = make()
+    for previous in (None, good):
+        with pytest.raises(InvalidInputError, match="indices") as caught:
+            take(state, previous=previous)
+        assert caught.value.context["path"] == "s/t"
+
+
+def test_more_dimensions_than_a_manifest_holds_are_refused() -> None:
+    # case 5
+    take({"t": torch.zeros([1] * 64)})
+    with pytest.raises(InvalidInputError, match="65 dimensions") as caught:
+        take({"t": torch.zeros([1] * 65)})
+    assert caught.value.context["path"] == "t"
+
+
+class Refusing(Tensor):
+    """As sharded tensors do: hardly any attribute may be asked for."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise RuntimeError(f"{func} is not supported")
+
+
+def test_subclasses_that_answer_nothing_are_refused_by_key() -> None:
+    # case 20
+    with pytest.raises(InvalidInputError, match="Refusing") as caught:
+        take({"a": {"t": torch.ones(3).as_subclass(Refusing)}})
+    assert caught.value.context["path"] == "a/t"
+
+
+def test_no_save_without_real_memory() -> None:
+    # case 22: fake memory in place of copies
+    state = {"m": nn.Linear(30, 30)}
+    for previous in (None, take(state)):
+        with torch._subclasses.FakeTensorMode(), pytest.raises(StateError, match="FakeTensor"):
+            take(state, previous=previous)
+
+
+class Failing:
+    def __init__(self) -> None:
+        self.fails = True
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.fails:
+            raise RuntimeError("not consolidated")
+        return {}
+
+    def load_state_dict(self, state: Any) -> None: ...
+
+
+def test_an_object_that_gives_no_state_is_named() -> None:
+    # case 32
+    failing = Failing()
+    failing.fails = False
+    state = {"a": [1, {"b": failing}]}
+    good = take(state)
+    failing.fails = True
+    for previous in (None, good):
+        with pytest.raises(StateError, match="not consolidated") as caught:
+            take(state, previous=previous)
+        assert caught.value.kind == "state-failed"
+        assert caught.value.context["path"] == "a/1/b"
+        assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+@pytest.mark.parametrize(
+    ("limit", "state"),
+    [("MAX_LEAVES", {i: i for i in range(60)}), ("MAX_STRUCTURE_BYTES", {"k" * 60: 1, "l": 2})],
+)
+def test_more_than_a_manifest_holds_is_refused_where_it_is(
+    limit: str, state: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A million values in dicts were saved, and no load took the step."""
+    monkeypatch.setattr(tree, limit, 50)
+    with pytest.raises(InvalidInputError, match="limit 50") as caught:
+        take({"a": 1, "seen": {"ids": state}})
+    assert caught.value.context["path"] == "seen/ids"
+    assert caught.value.hint
+
+
+def test_deep_keys_in_deep_containers_are_refused() -> None:
+    key: Any = 1
+    state: Any = 1
+    for _ in range(58):
+        key = (key,)
+    for _ in range(58):
+        state = {"x": state, key: 1}
+    with pytest.raises(InvalidInputError, match="nest"):
+        take({"a": state})
+    key = Deep(None)
+    for _ in range(500):
+        key = Deep(key)
+    with pytest.raises(InvalidInputError, match="key") as caught:
+        take({"a": {"b": {key: 1}}})
+    assert caught.value.context["path"] == "a/b"
+
+
+class Deep(NamedTuple):
+    inner: Any

@@ -984,6 +984,9 @@ def test_bad_options_are_refused_when_opened(path: Path) -> None:
     for state in ({}, [], None):
         with pytest.raises(InvalidInputError, match="state"):
             Checkpointer(path, state)  # users' mistakes
+    for number in (999, signal.SIGKILL):
+        with pytest.raises(InvalidInputError, match="save_on"):
+            Checkpointer(path, {"x": torch.zeros(1)}, save_on=[number])
     assert not path.exists()
 
 
