@@ -89,6 +89,12 @@ def copy_bits(target: torch.Tensor, source: torch.Tensor) -> None:
         bits(target).copy_(bits(source))
 
 
+def copy_values(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy `source` of any layout into `target`, which is of the same."""
+    with torch.no_grad():
+        target.copy_(source)  # not of a detached alias: a sparse one would take it for itself
+
+
 _LARGE = 1 << 16
 
 
@@ -145,11 +151,53 @@ def exchange_bits(target: torch.Tensor, source: torch.Tensor) -> None:
 
 def repeats_like(target: torch.Tensor, source: torch.Tensor) -> bool:
     """Whether `source` holds equal values wherever `target`'s elements share memory."""
-    representative = source
-    for dim, (size, stride) in enumerate(zip(target.shape, target.stride(), strict=True)):
-        if size > 1 and stride == 0:
-            target, representative = target.narrow(dim, 0, 1), representative.narrow(dim, 0, 1)
-    return writable_layout(target) and same_bits(representative.expand(source.shape), source)
+    return not overwritten([(target, source)])
+
+
+def overwritten(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[int]:
+    """Which targets would not hold their sources after each source is copied into its target.
+
+    The targets (strided, on one device, each with elements) may share memory with themselves and
+    with each other in any way; none of it is touched, the copies go into as much host memory.
+    """
+    found: list[int] = []
+    tried: list[tuple[int, torch.Tensor, torch.Tensor]] = []
+    first = min(target.data_ptr() for target, _ in pairs)
+    spans = [_reach(target) + target.data_ptr() - first for target, _ in pairs]
+    room = torch.zeros(max(spans), dtype=torch.uint8, device="cpu")
+    for number, (target, source) in enumerate(pairs):
+        whole, size = source, target.element_size()
+        shape, strides = list(target.shape), list(target.stride())
+        for dim, (length, stride) in enumerate(zip(shape, strides, strict=True)):
+            if length > 1 and stride == 0:
+                source, shape[dim] = source.narrow(dim, 0, 1), 1
+        if not same_bits(source.expand(whole.shape), whole):
+            found.append(number)
+            continue
+        place = room.as_strided(
+            (*shape, size), (*(stride * size for stride in strides), 1), target.data_ptr() - first
+        )
+        content = _physical(source, target).reshape(*shape, size)
+        place.copy_(content)
+        tried.append((number, place, content))
+    return sorted(found + [n for n, place, content in tried if not torch.equal(place, content)])
+
+
+def _reach(tensor: torch.Tensor) -> int:
+    """Bytes from the first to past the last element."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return (1 + sum((n - 1) * s for n, s in steps)) * tensor.element_size()
+
+
+def _physical(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """The flat bytes that stand for the elements of `source` in the memory of `target`."""
+    values = source.detach().cpu().resolve_conj().resolve_neg()
+    if target.is_conj():
+        values = values.conj().resolve_conj()
+    if target.is_neg():
+        values = values.neg()
+    flat = values.contiguous().as_strided((values.numel(),), (1,))
+    return bits(flat).view(torch.uint8).view(-1)
 
 
 def memory_order(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...] | None:

@@ -20,7 +20,7 @@ from deltackpt_store.values import MAX_DEPTH
 from torch import nn
 from torch.optim import Optimizer
 
-from .copying import same_bits
+from .copying import overwritten, writable_layout
 from .keys import KeyMap, check_matched, map_key, of_module
 from .nodes import Leaves
 from .params import optimizer_names
@@ -37,6 +37,9 @@ from .views import dress, rebuild
 _log = logging.getLogger("deltackpt.restore")
 
 _PLAIN_OWNER = -1
+
+Memory = Mapping[int, torch.Tensor]
+"""Extent -> its verified bytes."""
 
 
 class Plan:
@@ -125,21 +128,37 @@ class Plan:
 
     def _find_goals(self) -> dict[int, torch.Tensor]:
         """Slots that go into a live tensor, less those whose values must be compared first."""
-        goals = {slot: t for target in self._targets() for slot, t in target.goals().items()}
-        self._unsure = find_ties(self.step, goals.items())
-        for first, second in self._unsure.broken:
-            self._untie(first, second)
-        for pair in self._unsure.unsure:
-            for slot in pair:
+        written = {slot: t for target in self._targets() for slot, t in target.goals().items()}
+        self._unsure = find_ties(self.step, written.items())
+        goals = {slot: t for slot, t in written.items() if writable_layout(t)}
+        for group in self._unsure:
+            for slot, _ in group:
                 goals.pop(slot, None)
         return goals
 
-    def _untie(self, first: int, second: int) -> None:
-        self.report.differs(
-            self.step.paths[second],
-            f"another value than {self.step.paths[first]!r}",
-            "memory shared by both",
-        )
+    def _untie(self, group: list[tuple[int, torch.Tensor]], memory: Memory) -> None:
+        """Report tensors in shared memory that cannot be restored beside the others, and leave
+        them as they are, as far as the others do."""
+        views = [self.step.views[slot] for slot, _ in group]
+        pairs = [
+            (tensor, rebuild(view, memory[view.extent]))
+            for view, (_, tensor) in zip(views, group, strict=True)
+        ]
+        if not overwritten(pairs):
+            return
+        kept: list[int] = []
+        for number, (slot, _) in enumerate(group):
+            lost = overwritten([pairs[k] for k in (*kept, number)])
+            if not lost:
+                kept.append(number)
+            elif not overwritten([pairs[number]]):  # else its target will say so
+                first = self.step.paths[group[kept[lost[0]]][0]]
+                self.report.differs(
+                    self.step.paths[slot], f"another value than {first!r}", "memory shared by both"
+                )
+                for target in self._targets():
+                    if slot in target.goals():
+                        target.leave(slot)
 
     def _targets(self) -> list[Target]:
         return [*self._objects, *(target for _, target in self._plain)]
@@ -161,9 +180,7 @@ class Plan:
         for optimizer in self._optimizers:
             optimizer.make_room()
 
-    def build(
-        self, memory: Mapping[int, torch.Tensor], streamed: Mapping[int, torch.Tensor]
-    ) -> Any:
+    def build(self, memory: Memory, streamed: Mapping[int, torch.Tensor]) -> Any:
         """The wanted state as nested containers.
 
         Tensors look at `memory` (extent -> bytes), except those that were `streamed` (slot -> live
@@ -174,8 +191,8 @@ class Plan:
             if target.keeps:
                 owners.update(dict.fromkeys(target.slots(), number))
         for _, target in self._plain:
-            written = target.goals()
-            owners.update(dict.fromkeys(set(target.slots()).difference(written), _PLAIN_OWNER))
+            written = {slot for slot, t in target.goals().items() if writable_layout(t)}
+            owners.update(dict.fromkeys(set(target.slots()) - written, _PLAIN_OWNER))
         users: dict[int, set[int | None]] = {}
         for slot in self._slots:
             if slot in self.step.views and slot not in streamed:
@@ -196,12 +213,10 @@ class Plan:
 
     # applying ------------------------------------------------------------------------------
 
-    def inspect(self, built: Any, memory: Mapping[int, torch.Tensor]) -> None:
+    def inspect(self, built: Any, memory: Memory) -> None:
         """Check what only values can tell. Raises `MismatchError`; nothing has been changed."""
-        for first, second in self._unsure.unsure:
-            a, b = (self.step.views[slot] for slot in (first, second))
-            if not same_bits(rebuild(a, memory[a.extent]), rebuild(b, memory[b.extent])):
-                self._untie(first, second)
+        for group in self._unsure:
+            self._untie(group, memory)
         for target in self._targets():
             state = descend(built, target.keys)
             if state is not ABSENT:

@@ -111,12 +111,11 @@ class Step:
 
         The caller owns the result; tensors made of it may be handed on.
         """
-        sizes = {extent: self.layout.extents[extent].nbytes for extent in wanted}
-        with torch.inference_mode(False):
-            memory = {
-                extent: torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-                for extent, nbytes in sizes.items()
-            }
+        memory: dict[int, torch.Tensor] = {}
+        for extent in wanted:
+            memory[extent] = torch.empty(
+                self.layout.extents[extent].nbytes, dtype=torch.uint8, device="cpu"
+            )
         self.fill(memory, threads)
         return memory
 

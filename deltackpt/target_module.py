@@ -17,12 +17,12 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivateUsage]
 from torch.nn.modules.instancenorm import _InstanceNorm  # pyright: ignore[reportPrivateUsage]
 
-from .copying import copy_bits, exchange_bits, repeats_like, writable_layout
+from .copying import copy_bits, copy_values, exchange_bits, repeats_like, writable_layout
 from .keys import KeyMap, of_module, pair_keys, renaming_hint, wrapping_hint
 from .nodes import state_of
 from .paths import segments
 from .reading import Step
-from .targets import Leaf, Mismatch, Report, compare, slots_of
+from .targets import Leaf, Mismatch, Report, compare, slots_of, spelled_in_full
 from .undo import Attributes
 from .undo import undo as take_back
 
@@ -61,6 +61,7 @@ class ModuleTarget:
         self._spare: set[str] = set()
         self._slots: list[int] = []
         self._goals: dict[int, torch.Tensor] = {}
+        self._sources: dict[int, str] = {}  # the entry in the checkpoint of each goal
         self._shared: set[str] = set()
         self._odd: list[tuple[str, str]] = []
         self._expanded: list[tuple[str, str]] = []
@@ -127,10 +128,12 @@ class ModuleTarget:
         if difference is not None:
             report.mismatched.append(difference)
             del self._pairs[source]
-        elif not writable_layout(tensor):
+            return
+        if not writable_layout(tensor):
             self._expanded.append((source, target))
-        elif target in self._own:
+        if target in self._own:
             self._goals[view.slot] = tensor
+            self._sources[view.slot] = source
 
     def _find_shared(self, step: Step, named: Mapping[str, Any]) -> None:
         """Entries of the step that look at one extent: swapping contents would mix them up."""
@@ -147,15 +150,20 @@ class ModuleTarget:
     def goals(self) -> Mapping[int, torch.Tensor]:
         return self._goals
 
+    def leave(self, slot: int) -> None:
+        self._pairs.pop(self._sources[slot], None)
+
     def inspect(self, state: Any, report: Report) -> None:
         for source, target in self._odd:
             value, tensor = state[source], self._tensors[target]
-            saved = _kind(value) if isinstance(value, torch.Tensor) else type(value).__name__
-            if saved != _kind(tensor):
-                report.differs(f"{self.path}/{target}", saved, _kind(tensor))
+            saved = (
+                spelled_in_full(value) if isinstance(value, torch.Tensor) else type(value).__name__
+            )
+            if saved != spelled_in_full(tensor):
+                report.differs(f"{self.path}/{target}", saved, spelled_in_full(tensor))
                 del self._pairs[source]
         for source, target in self._expanded:
-            if not repeats_like(self._tensors[target], state[source]):
+            if source in self._pairs and not repeats_like(self._tensors[target], state[source]):
                 place = f"{self.path}/{target}"
                 report.differs(place, "all elements", "an expanded tensor, which has fewer")
                 del self._pairs[source]
@@ -175,9 +183,9 @@ class ModuleTarget:
                 continue
             if value.layout != torch.strided:
                 old = tensor.detach().clone() if undo else None
-                _copy(tensor, value)
+                copy_values(tensor, value)
                 if old is not None:
-                    self._undo.append(lambda t=tensor, o=old: _copy(t, o))
+                    self._undo.append(lambda t=tensor, o=old: copy_values(t, o))
             elif not undo:
                 copy_bits(tensor, value)
             elif source in self._shared or not writable_layout(tensor):
@@ -217,7 +225,7 @@ class ModuleTarget:
             tensor = self._tensors[key]
             if not nn.parameter.is_lazy(tensor):
                 old = tensor.detach().clone()
-                self._undo.append(lambda t=tensor, o=old: _copy(t, o))
+                self._undo.append(lambda t=tensor, o=old: copy_values(t, o))
 
     def _extra(self) -> Any:
         """What the module's state_dict holds besides its own tensors."""
@@ -230,18 +238,6 @@ class ModuleTarget:
     def rollback(self) -> None:
         while self._undo:
             self._undo.pop()()
-
-
-def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    with torch.no_grad():
-        target.copy_(source)  # not of a detached alias: a sparse one would take it for itself
-
-
-def _kind(tensor: torch.Tensor) -> str:
-    """All that must be equal for a tensor to be copied into another."""
-    kind = f"{tensor.layout} {tensor.dtype} of shape {list(tensor.shape)}"
-    fixed = tensor.layout not in (torch.strided, torch.sparse_coo)
-    return f"{kind} with {tensor.values().numel()} values" if fixed else kind
 
 
 def _runs_user_code(module: nn.Module) -> bool:

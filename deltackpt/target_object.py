@@ -51,6 +51,9 @@ class ObjectTarget:
     def goals(self) -> Mapping[int, torch.Tensor]:
         return {}
 
+    def leave(self, slot: int) -> None:
+        pass
+
     def inspect(self, state: Any, report: Report) -> None:
         pass
 

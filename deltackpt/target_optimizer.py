@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import torch
 from deltackpt_store.errors import MismatchError
+from torch import nn
 from torch.optim import Optimizer
 
 from .nodes import kind_of
@@ -117,7 +118,7 @@ class OptimizerTarget:
     def _moments(
         self, step: Step, number: int, index: Any, entry: Any, parameter: torch.Tensor
     ) -> list[Mismatch]:
-        if not is_a(entry, dict):
+        if not is_a(entry, dict) or nn.parameter.is_lazy(parameter):
             return []
         name = self._present[number] if number < len(self._present) else None
         saved = step.views.get(step.slots[name]) if name in step.slots else None
@@ -143,6 +144,9 @@ class OptimizerTarget:
 
     def goals(self) -> Mapping[int, torch.Tensor]:
         return {}
+
+    def leave(self, slot: int) -> None:
+        pass
 
     def inspect(self, state: Any, report: Report) -> None:
         pass

@@ -19,11 +19,22 @@ from typing import Any
 import numpy as np
 import torch
 
-from .copying import copy_bits, repeats_like, writable_layout
+from .copying import copy_bits, copy_values, repeats_like, writable_layout
 from .nodes import kind_of
 from .paths import segments
 from .reading import Step
-from .targets import ABSENT, Leaf, Parts, Report, compare, is_a, is_stateful, slots_of, spelled
+from .targets import (
+    ABSENT,
+    Leaf,
+    Parts,
+    Report,
+    compare,
+    is_a,
+    is_stateful,
+    slots_of,
+    spelled,
+    spelled_in_full,
+)
 
 
 def items_of(value: Any) -> dict[Any, Any] | None:
@@ -65,8 +76,10 @@ class PlainTarget:
         self._partial = False
         self._slots: list[int] = []
         self._goals: dict[int, torch.Tensor] = {}
+        self._goal_paths: dict[int, str] = {}
         self._written: set[str] = set()  # tensors that are written in place
-        self._left: set[str] = set()  # parameters that stay as they are
+        self._sparse: set[str] = set()  # sparse tensors that are written in place
+        self._left: set[str] = set()  # tensors that stay as they are
         self._expanded: list[tuple[str, torch.Tensor]] = []
         self._tensors = 0  # in the target
         self._met = 0  # of them, those for which the checkpoint has something
@@ -124,15 +137,19 @@ class PlainTarget:
         view = step.views.get(node.slot) if isinstance(node, Leaf) else None
         live = is_a(tensor, torch.nn.Parameter) or tensor.requires_grad
         if view is None:
-            if not (isinstance(node, Parts) and tensor.layout != torch.strided and not live):
+            sparse = isinstance(node, Parts) and tensor.layout != torch.strided
+            if sparse and live:
+                self._sparse.add(path)
+            elif not sparse:
                 kind = "a sparse tensor or array" if isinstance(node, Parts) else "no tensor"
                 report.differs(path, kind, "a tensor")
-            if live:
-                self._left.add(path)
+                if live:
+                    self._left.add(path)
         elif (difference := compare(path, view, tensor)) is None:
+            self._goals[view.slot] = tensor
+            self._goal_paths[view.slot] = path
             if writable_layout(tensor):
                 self._written.add(path)
-                self._goals[view.slot] = tensor
             else:
                 self._expanded.append((path, tensor))
         elif live or not (tensor.numel() == 0 or 0 in view.shape):
@@ -163,6 +180,9 @@ class PlainTarget:
     def goals(self) -> Mapping[int, torch.Tensor]:
         return self._goals
 
+    def leave(self, slot: int) -> None:
+        self._left.add(self._goal_paths[slot])
+
     def inspect(self, state: Any, report: Report) -> None:
         """Work out what :meth:`apply` will do; nothing is changed yet."""
         self._actions = []
@@ -181,7 +201,7 @@ class PlainTarget:
         if is_a(value, np.ndarray) and is_a(saved, np.ndarray):
             same = (value.dtype, value.shape) == (saved.dtype, saved.shape)
             if same and value.flags.writeable and not value.dtype.hasobject:
-                self._actions.append(lambda: np.copyto(value, saved))
+                self._actions.append(lambda: np.copyto(_raw(value), _raw(saved)))
                 return value
             return saved
         old, new = items_of(value), items_of(saved)
@@ -208,6 +228,13 @@ class PlainTarget:
         if path in self._written:
             if saved is not value:  # else it was streamed into it already
                 self._actions.append(lambda: copy_bits(value, saved))
+            return value
+        if path in self._sparse:
+            if is_a(saved, torch.Tensor) and spelled_in_full(saved) == spelled_in_full(value):
+                self._actions.append(lambda: copy_values(value, saved))
+            else:
+                there = spelled_in_full(saved) if is_a(saved, torch.Tensor) else "no sparse tensor"
+                report.differs(path, there, spelled_in_full(value))
             return value
         if path in expanded:
             if repeats_like(value, saved):
@@ -252,6 +279,11 @@ class PlainTarget:
 
     def rollback(self) -> None:
         pass
+
+
+def _raw(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """The same memory by whole elements, so that also the padding between fields is copied."""
+    return array.view(f"V{array.dtype.itemsize}") if array.dtype.names else array
 
 
 def _live(value: Any) -> bool:

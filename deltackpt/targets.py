@@ -105,6 +105,13 @@ def spelled(dtype: str, shape: Sequence[int]) -> str:
     return f"{dtype} of shape {list(shape)}"
 
 
+def spelled_in_full(tensor: torch.Tensor) -> str:
+    """All that must be equal for a tensor to be copied into another."""
+    kind = f"{tensor.layout} {tensor.dtype} of shape {list(tensor.shape)}"
+    fixed = tensor.layout not in (torch.strided, torch.sparse_coo)
+    return f"{kind} with {tensor.values().numel()} values" if fixed else kind
+
+
 def compare(path: str, view: TensorView, tensor: torch.Tensor) -> Mismatch | None:
     """Why the saved tensor cannot be copied into the live one; None when it can."""
     saved = spelled(view.dtype, view.shape)
@@ -212,7 +219,11 @@ class Target(Protocol):
         ...
 
     def goals(self) -> Mapping[int, torch.Tensor]:
-        """Slots that may be written straight into a live tensor."""
+        """Slots that are copied into a live tensor (which may overlap itself and others)."""
+        ...
+
+    def leave(self, slot: int) -> None:
+        """Do not restore one of the :meth:`goals` after all; asked before :meth:`inspect`."""
         ...
 
     def inspect(self, state: Any, report: Report) -> None:

@@ -1,4 +1,4 @@
-"""Live tensors that share memory can hold one value only: find where the checkpoint has two."""
+"""Live tensors that share memory hold one value only: find where the checkpoint may have two."""
 
 from __future__ import annotations
 
@@ -21,43 +21,44 @@ class _Region(NamedTuple):
     tensor: torch.Tensor
 
 
-class Ties(NamedTuple):
-    """Pairs of slots whose live tensors share memory.
+def find_ties(
+    step: Step, goals: Iterable[tuple[int, torch.Tensor]]
+) -> list[list[tuple[int, torch.Tensor]]]:
+    """Groups of slots whose live tensors share memory otherwise than the saved ones did.
 
-    `broken`: the saved tensors cannot both be restored. `unsure`: both live tensors are the very
-    same, and the saved ones have to be compared.
+    Their contents have to be compared. Every overlap among the live tensors that the slots are
+    restored into is looked at. Slots are in order of their places in memory.
     """
-
-    broken: list[tuple[int, int]]
-    unsure: list[tuple[int, int]]
-
-
-def find_ties(step: Step, goals: Iterable[tuple[int, torch.Tensor]]) -> Ties:
-    """Check every overlap among the live tensors that the slots are restored into."""
     regions = sorted(
         (_region(slot, tensor) for slot, tensor in goals if tensor.numel()), key=lambda r: r[:4]
     )
-    ties = Ties([], [])
+    groups: dict[int, list[_Region]] = {}  # slot -> the group it is in
     open_ones: list[_Region] = []
     for region in regions:
         open_ones = [r for r in open_ones if r.device == region.device and r.end > region.start]
         for other in open_ones:
-            _compare(step, other, region, ties)
+            if not _tied_alike(step, other, region):
+                left = groups.setdefault(other.slot, [other])
+                right = groups.setdefault(region.slot, [region])
+                if left is not right:
+                    left += right
+                    groups.update((r.slot, left) for r in right)
         open_ones.append(region)
-    return ties
+    distinct = {id(group): group for group in groups.values()}
+    return [[(r.slot, r.tensor) for r in sorted(group)] for group in distinct.values()]
 
 
-def _compare(step: Step, left: _Region, right: _Region, ties: Ties) -> None:
-    pair = left.slot, right.slot
+def _tied_alike(step: Step, left: _Region, right: _Region) -> bool:
+    """Whether what is restored into the one leaves the other as it should be, as far as is known
+    without comparing bytes."""
     a, b = step.views[left.slot], step.views[right.slot]
     if left.tensor is right.tensor or _same_place(left.tensor, right.tensor):
-        if not _same_view(a, b) and not _same_content(step, *pair):
-            ties.unsure.append(pair)
-    elif not _overlap_alike(a, b, left.tensor, right.tensor):
-        both = [span(t.data_ptr(), t.element_size(), t.shape, t.stride())
-                for t in (left.tensor, right.tensor)]  # fmt: skip
-        if len(cut(both, [0, 1])) == 1:  # else they lie in each other's gaps
-            ties.broken.append(pair)
+        return _same_view(a, b) or _same_content(step, left.slot, right.slot)
+    if _overlap_alike(a, b, left.tensor, right.tensor):
+        return True
+    both = [span(t.data_ptr(), t.element_size(), t.shape, t.stride())
+            for t in (left.tensor, right.tensor)]  # fmt: skip
+    return len(cut(both, [0, 1])) > 1  # they lie in each other's gaps
 
 
 def _region(slot: int, tensor: torch.Tensor) -> _Region:
