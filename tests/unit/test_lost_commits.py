@@ -17,6 +17,7 @@ from deltackpt_store.fileio import FileIO
 from deltackpt_store.gc import collect
 from deltackpt_store.lineage import Lineage
 from deltackpt_store.manifest import Commit, Snapshot
+from deltackpt_store.manifest_io import encode_commit
 from deltackpt_store.names import RETIRED_SUFFIX, number_name
 from deltackpt_store.repair import repair
 from deltackpt_store.repair_lost import LostRepair
@@ -327,6 +328,20 @@ def test_going_back_looks_only_at_what_is_there(made: tuple[Store, list[Commit]]
     assert found is not None
     assert found.digest == commits[1].digest
     assert io.opened < 10
+
+
+def test_commits_that_continue_each_other_are_damaged(
+    made: tuple[Store, list[Commit]],
+) -> None:
+    """Whoever looks for what they continue would never come to an end."""
+    store, commits = made
+    for one, other in ((commits[2], commits[3]), (commits[3], commits[2])):
+        lose(store, one)
+        crafted = replace(one, parent=("main", other.number, other.digest), step=9, ancestors=())
+        Path(store.path, f"runs/main/{number_name(one.number)}").write_bytes(encode_commit(crafted))
+    assert [bad.path for bad in store.commits("main").damaged] == [f"runs/main/{3:020d}"]
+    with pytest.raises(CorruptionError, match="a later commit"):
+        Lineage(store, "main").parent_of(3)
 
 
 @pytest.mark.parametrize("number", [10**20 - 1, 10**18])
