@@ -109,6 +109,9 @@ class WriterError(DeltackptError, RuntimeError):
     default_kind = "writer"
 
 
+NO_MEMORY = "saving needs some more memory: raise the limit on it, or choose a smaller ring_bytes"
+"""The way out where the system gives none."""
+
 _BY_NAME: dict[str, type[DeltackptError]] = {
     c.__name__: c
     for c in (
@@ -128,8 +131,10 @@ def to_wire(error: BaseException) -> dict[str, Any]:
     if isinstance(error, OSError):
         return {"type": "StorageError", "message": f"{type(error).__name__}: {error}",
                 "kind": "storage", "hint": None, "context": {"errno": error.errno}}  # fmt: skip
+    memory = isinstance(error, MemoryError)
     return {"type": "WriterError", "message": f"{type(error).__name__}: {error}",
-            "kind": "writer", "hint": None, "context": {}}  # fmt: skip
+            "kind": "memory" if memory else "writer", "hint": NO_MEMORY if memory else None,
+            "context": {}}  # fmt: skip
 
 
 def from_wire(data: dict[str, Any]) -> DeltackptError:

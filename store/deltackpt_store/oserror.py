@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 
-from deltackpt_store.errors import StorageError
+from deltackpt_store.errors import NO_MEMORY, StorageError
 from deltackpt_store.fileio import is_link
 
 _FOLDERS = ("/pins", "/manifests", "/packs")
@@ -17,6 +17,7 @@ _HINTS = {
     errno.EPERM: "check the owner and the permissions of that path",
     errno.EIO: "the disk or its connection fails: check the system log, and verify the store",
     errno.EMFILE: "too many open files in this process: raise `ulimit -n`",
+    errno.ENOMEM: NO_MEMORY,
     errno.ENXIO: "something else lies in its place: move that away",
     errno.EISDIR: "something else lies in its place: move that away",
     errno.ENOTDIR: "something else lies in the place of a folder: move that away",

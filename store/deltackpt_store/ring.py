@@ -14,6 +14,7 @@ fills whole new pages, where a mapping would trap at every page, and clear it be
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import heapq
 import mmap
@@ -79,17 +80,14 @@ class Ring:
             system = isinstance(error, (OSError, ValueError, OverflowError))
             if isinstance(error, DeltackptError) or not system:
                 raise
-            raise StorageError(
-                f"cannot make a staging ring of {ring_bytes} bytes: {error}",
-                errno=error.errno if isinstance(error, OSError) else None,
-                hint="choose a smaller ring_bytes",
-            ) from error
+            raise _no_ring(f"cannot make a staging ring of {ring_bytes} bytes", error) from error
 
     @classmethod
     def attach(cls, fd: int, slots: int, slot_bytes: int) -> Ring:
         """Map a ring that the other side created; takes over `fd`.
 
-        Raises `CorruptionError` when the file is not of the promised size.
+        Raises `CorruptionError` when the file is not of the promised size, `StorageError` when it
+        cannot be mapped.
         """
         size = os.fstat(fd).st_size
         if slots < 1 or slot_bytes < 1 or size != slots * slot_bytes:
@@ -97,7 +95,12 @@ class Ring:
                 f"staging ring has {size} bytes, expected {slots} slots of {slot_bytes}",
                 kind="ring",
             )
-        return cls(fd, slots, slot_bytes)
+        try:
+            return cls(fd, slots, slot_bytes)
+        except OSError as error:
+            raise _no_ring(
+                f"the writer cannot map the staging ring of {size} bytes", error
+            ) from error
 
     def view(self, slot: int) -> memoryview:
         """The writable bytes of one slot. The caller must hold its lease."""
@@ -227,6 +230,12 @@ def _slots(ring_bytes: int, slot_bytes: int) -> int:
             f"ring_bytes must be positive, got {ring_bytes}", option="ring_bytes"
         )
     return min(MAX_SLOTS, max(1, ring_bytes // slot_bytes))
+
+
+def _no_ring(what: str, error: BaseException) -> StorageError:
+    number = error.errno if isinstance(error, OSError) else None
+    hint = "raise `ulimit -n`" if number == errno.EMFILE else "choose a smaller ring_bytes"
+    return StorageError(f"{what}: {error}", errno=number, hint=hint)
 
 
 def memory_file() -> int:

@@ -34,6 +34,9 @@ def main(arguments: list[str]) -> int:
     for number in IGNORED_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED_SIGNALS)
+    # A trainer may ignore it, and that is inherited: the number of an ended helper would be free at
+    # once for another process, and who kills the helper would kill that one.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     options = dict(zip(arguments[::2], arguments[1::2], strict=True))
     nice = int(options.get("--nice", "0"))
     if nice:

@@ -129,6 +129,19 @@ def test_a_working_directory_that_is_gone_is_in_nobodys_way(
     assert launch._environment()["PYTHONPATH"] == "/does/not/exist"
 
 
+def test_a_writer_waits_for_its_helpers_whatever_its_trainer_ignores(start: Start) -> None:
+    """Prevents: a number killed that is another process's by now."""
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        client = start().client
+        client.ready(60)
+        status = Path(f"/proc/{client.writer_pid}/status").read_text()
+        client.close(60)
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+    assert not int(status.split("SigIgn:")[1].split()[0], 16) >> (signal.SIGCHLD - 1) & 1
+
+
 def test_module_entry_point_runs_the_same_writer(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "deltackpt_store.writer"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path)

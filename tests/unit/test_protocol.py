@@ -142,6 +142,10 @@ def test_errors_keep_their_type_over_the_wire() -> None:
     error = from_wire(to_wire(StorageError("no space", errno=28, path="/x", hint="free some")))
     assert isinstance(error, StorageError)
     assert (error.errno, error.hint, str(error)) == (28, "free some", "no space (free some)")
+    error = from_wire(to_wire(MemoryError("no room for 5 bytes")))
+    assert isinstance(error, WriterError)
+    assert error.kind == "memory"
+    assert "no room for 5 bytes (saving needs some more memory" in str(error)
 
 
 def test_extent_keys_name_the_first_tensor_that_views_the_extent() -> None:

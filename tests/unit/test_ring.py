@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import resource
 import threading
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -77,6 +79,22 @@ def test_impossible_sizes_are_refused(ring: int, slot: int) -> None:
 def test_a_ring_that_no_address_space_holds_is_a_storage_error() -> None:
     with pytest.raises(StorageError, match="smaller ring_bytes"):
         Ring.create(1 << 62, 1 << 60)
+
+
+def test_a_ring_that_cannot_be_had_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(number: int) -> Callable[..., int]:
+        def fail(*args: object) -> int:
+            raise OSError(number, os.strerror(number))
+
+        return fail
+
+    with Ring.create(2 * SLOT, SLOT) as ring, monkeypatch.context() as patch:
+        patch.setattr("deltackpt_store.ring.mmap.mmap", refuse(errno.ENOMEM))
+        with pytest.raises(StorageError, match=r"the writer cannot map .*smaller ring_bytes"):
+            Ring.attach(ring.fd, 2, SLOT)
+    monkeypatch.setattr(os, "memfd_create", refuse(errno.EMFILE))
+    with pytest.raises(StorageError, match=r"cannot make a staging ring .*ulimit -n"):
+        Ring.create(2 * SLOT, SLOT)
 
 
 def test_attach_refuses_a_file_of_another_size() -> None:
