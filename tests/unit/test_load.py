@@ -252,3 +252,13 @@ def test_states_are_new_at_every_load(keeper: Keeper) -> None:
     again = load(keeper.path)
     assert same(again["w"], torch.ones(5000))
     assert again["l"] == [1, {"a": 2}]
+
+
+def test_what_is_loaded_in_inference_mode_can_be_changed_outside_of_it(keeper: Keeper) -> None:
+    """Training on what was loaded would fail at the first step."""
+    keeper.save({"x": torch.ones(900), "y": [nn.Parameter(torch.ones(3))]}, 1)
+    with torch.inference_mode():
+        state = load(keeper.store)
+    state["x"].add_(1)
+    (state["y"][0] * state["y"][0]).sum().backward()
+    assert state["y"][0].grad is not None
