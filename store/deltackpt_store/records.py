@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from deltackpt_store.errors import CorruptionError, DeltackptError, NotFoundError
 from deltackpt_store.fileio import FileIO, read_buffer
-from deltackpt_store.oserror import DAMAGE, storage_error
+from deltackpt_store.oserror import DAMAGE, hint_for, storage_error
 
 
 class Damaged(NamedTuple):
@@ -41,7 +41,8 @@ class RecordFiles:
         try:
             return read_buffer(self.io, path, limit)
         except FileNotFoundError as error:
-            raise NotFoundError(f"{what} {relative} is not there", path=path) from error
+            hint = hint_for(error, path)
+            raise NotFoundError(f"{what} {relative} is not there", hint=hint, path=path) from error
         except OSError as error:
             if error.errno in DAMAGE:
                 raise CorruptionError(

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from deltackpt_store.errors import StorageError
+from deltackpt_store.errors import NotFoundError, StorageError
 from deltackpt_store.fileio import FileIO
 from deltackpt_store.gc import collect
 from deltackpt_store.lmdb_index import open_index
@@ -192,6 +192,12 @@ def test_links_that_lead_nowhere_are_named(tmp_path: Path) -> None:
     hint = storage_error(missing, "list", f"{tmp_path}/packs/aa").hint
     assert hint is not None
     assert hint.startswith(f"{tmp_path}/packs is a symbolic link that leads nowhere")
+    made = Store.create(tmp_path / "store")
+    pin = Path(made.path, "pins/best")
+    pin.symlink_to("nowhere")
+    with pytest.raises(NotFoundError) as caught:
+        made.read_pin("best")
+    assert str(caught.value.hint).startswith(f"{pin} is a symbolic link")
     for code in (errno.ENOTDIR, errno.EEXIST):
         found = OSError(code, os.strerror(code), str(tmp_path))
         assert "something else lies" in str(storage_error(found, "list", str(tmp_path)).hint)
