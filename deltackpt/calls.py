@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
 from collections.abc import Generator
 
 from deltackpt_store.errors import StateError
@@ -15,7 +14,7 @@ class Calls:
 
     def __init__(self) -> None:
         self._pid = os.getpid()
-        self._calling = threading.Lock()
+        self._calling: dict[str, object] = {}  # at most one entry: who is in a call
         self.closed = False
 
     @property
@@ -50,13 +49,15 @@ class Calls:
         Waiting could be for ever: a signal handler runs on top of the call it would wait for.
         """
         self.check_open()
-        if not self._calling.acquire(blocking=False):
-            raise StateError(
-                "save, step, restore or close was called while another of them is running",
-                kind="reentrant",
-                hint="call them from one thread, and never from a signal handler: use save_on=",
-            )
-        try:
+        mine = object()
+        try:  # an interrupt at any place leaves nobody's entry behind
+            if self._calling.setdefault("call", mine) is not mine:
+                raise StateError(
+                    "save, step, restore or close was called while another of them is running",
+                    kind="reentrant",
+                    hint="call them from one thread, and never from a signal handler: use save_on=",
+                )
             yield
         finally:
-            self._calling.release()
+            if self._calling.get("call") is mine:
+                del self._calling["call"]

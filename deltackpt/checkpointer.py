@@ -19,6 +19,7 @@ from deltackpt_store.errors import (
     StateError,
 )
 from deltackpt_store.manifest import Commit
+from deltackpt_store.names import check_step
 from deltackpt_store.store import Store
 
 from .best_metric import BestMetric
@@ -30,7 +31,7 @@ from .extents import BufferPool
 from .guard import Guard, has_optimizer
 from .keys import KeyMap
 from .lifecycle import SaveSignals, check_signals
-from .options import CHUNK_BYTES, check_metrics, check_options, check_step, note_metrics
+from .options import CHUNK_BYTES, check_metrics, check_options, note_metrics
 from .pipeline import MAX_IN_FLIGHT, SavePipeline
 from .policy import Due, DueFunction, Every, Keep, OnBusy, OnError, check_seconds
 from .remarks import environment, warn_of_missing_parameters
@@ -179,6 +180,7 @@ class Checkpointer:
         self._newest_metrics: dict[str, Any] = {}
         self._saved_step: int | None = None
         self._warned = False
+        self._released = False
         self._finalizer = weakref.finalize(self, self._guard.let_go)
         self._finalizer.atexit = False
 
@@ -450,9 +452,12 @@ class Checkpointer:
         failure that nobody was told yet, after everything has been released.
         """
         self._calls.check_process()
-        if self._calls.closed:
+        if self._released:
             return
         refuse_waiting(self._pipeline)
+        if self._calls.closed:  # and interrupted then
+            self._release()
+            return
         with self._calls.exclusive():
             failure: DeltackptError | None = None
             try:
@@ -515,6 +520,7 @@ class Checkpointer:
 
     def _release(self) -> None:
         self._calls.closed = True
+        self._pipeline.abandon()  # first: whatever interrupts the rest, its threads will end
         self._guard.remove()
         self._signals.uninstall()
         self._finalizer.detach()
@@ -522,6 +528,7 @@ class Checkpointer:
             self._compactions.close()
         self._pipeline.close(self._options.durable_timeout)
         self._previous = None
+        self._released = True
 
     def _wait_idle(self, timeout: float | None) -> None:
         if not self._pipeline.wait_idle(timeout):

@@ -23,7 +23,7 @@ from deltackpt_store.errors import (
 from deltackpt_store.history import Damaged
 from deltackpt_store.leases import Hold, hold
 from deltackpt_store.manifest import Commit
-from deltackpt_store.names import check_name, parse_number, parse_step_name
+from deltackpt_store.names import check_name, check_step, parse_number, parse_step_name
 from deltackpt_store.store import Store
 
 _log = logging.getLogger("deltackpt.restore")
@@ -131,8 +131,7 @@ def candidates(
     `NotFoundError`.
     """
     if step is not None:
-        _check_step(step)
-        yield store.find(run, step)
+        yield store.find(run, check_step(step))
         return
     try:
         lineage = store.lineage(run)
@@ -168,10 +167,3 @@ def nothing_verifies(run: str, skipped: Iterable[Skipped]) -> CorruptionError:
         hint="`deltackpt verify` tells what is damaged; another copy of the store may have it",
         run=run,
     )
-
-
-def _check_step(step: object) -> None:
-    if not isinstance(step, int) or isinstance(step, bool) or step < 0:
-        raise InvalidInputError(
-            f"step must be a number from 0 up, not {step!r}", option="step", hint="or leave it out"
-        )

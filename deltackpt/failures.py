@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+from contextlib import AbstractContextManager
 
 from deltackpt_store.errors import DeltackptError
 
@@ -17,7 +17,7 @@ class Failures:
     learns of that end from a handle comes here later.
     """
 
-    def __init__(self, lock: threading.Condition) -> None:
+    def __init__(self, lock: AbstractContextManager[bool]) -> None:
         self._lock = lock
         self._untold: dict[int, DeltackptError] = {}  # by id of the progress, oldest first
         self._newest: SaveProgress | None = None  # accepted last

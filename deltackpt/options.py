@@ -90,17 +90,6 @@ def check_options(
     )  # fmt: skip
 
 
-def check_step(step: Any) -> int:
-    """`step` as an int of 0 or more that fits 63 bits; numpy integers are taken, bools are not."""
-    if not isinstance(step, (bool, float)) and hasattr(step, "__index__"):
-        number = step.__index__()
-        if 0 <= number < 1 << 63:
-            return int(number)
-    raise InvalidInputError(
-        f"step must be a whole number of 0 or more, got {step!r}", option="step"
-    )
-
-
 def check_metrics(metrics: Any) -> dict[str, float]:
     """Metrics as plain floats by name; a value that is no number is refused by its name."""
     return {name: _number(name, value) for name, value in _named(metrics)}
@@ -139,7 +128,7 @@ def _named(metrics: Any) -> Iterator[tuple[str, Any]]:
 def _number(name: str, value: Any) -> float:
     try:
         return float(value.detach() if isinstance(value, torch.Tensor) else value)
-    except (TypeError, ValueError, OverflowError) as error:
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise InvalidInputError(
             f"metrics: {name!r} is no number: {type(value).__name__}",
             option="metrics",

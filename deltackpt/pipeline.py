@@ -11,7 +11,7 @@ At most :data:`MAX_IN_FLIGHT` saves are accepted and not yet ended. Each must be
 `durable_timeout` seconds after it was accepted, or it fails and its writer is ended. The clock for
 that leaves out when the process was stopped (SIGSTOP, a suspended job).
 
-Lock order: `_condition` is taken before anything inside the writer client.
+Lock order: that of `_condition` is taken before anything inside the writer client.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ from .restless import Restless, is_torn
 from .save_task import Request, Task
 from .stage import Job, Stager, versions_of, with_copies
 from .steporder import StepOrder
+from .waiting import Condition
 from .witness import Notary
 from .writerlink import WriterLink
 
@@ -81,7 +82,7 @@ class SavePipeline:
             store.path, options, seed, max_in_flight=MAX_IN_FLIGHT, on_result=self._on_result,
             on_retired=self._on_retired,
         )  # fmt: skip
-        self._condition = threading.Condition()
+        self._condition = Condition()
         self._tasks: list[Task] = []  # accepted and not ended, in order
         self._baselines = Baselines()
         self._layout: tuple[Layout, bytes] | None = None
@@ -95,7 +96,7 @@ class SavePipeline:
         """The newest durable save."""
         self._held: Hold | None = None
         self.restless = Restless()
-        self.failures = Failures(self._condition)
+        self.failures = Failures(self._condition.lock)
 
     # training thread -------------------------------------------------------------------------
 
@@ -118,15 +119,14 @@ class SavePipeline:
 
         Raises `StorageError` (kind "timeout") naming the stuck step after `durable_timeout`.
         """
-        with self._condition:
-            if not self._until(
-                self._deadline(), lambda left: self._condition.wait_for(lambda: not self.busy, left)
-            ):
-                raise timed_out("durable", self.in_flight[0], self._options.durable_timeout)
+        if not self._until(
+            self._deadline(), lambda left: self._condition.wait_for(lambda: not self.busy, left)
+        ):
+            raise timed_out("durable", self.in_flight[0], self._options.durable_timeout)
 
     def expect(self) -> None:
         """Training has begun: have a writer process at hand. Never blocks; for any thread."""
-        with self._condition:
+        with self._condition.lock:
             if self._stopping:
                 return
             self._expecting = True
@@ -154,7 +154,7 @@ class SavePipeline:
         With a `capture` of the restored objects, all of it live, the change table is made ready in
         the background, so that the next save stages only what training changed.
         """
-        with self._condition:
+        with self._condition.lock:
             self.failures.restored()
             self._baselines.restored(commit)
             self._order.restored(commit)
@@ -168,7 +168,7 @@ class SavePipeline:
 
     def hold(self, held: Hold | None) -> None:
         """Keep the hold on what training continues, until a save is durable, or the end."""
-        with self._condition:
+        with self._condition.lock:
             before, self._held = self._held, held
         if before is not None:
             before.release()
@@ -189,9 +189,9 @@ class SavePipeline:
     def wait_idle(self, timeout: float | None = None) -> bool:
         """Wait until nothing is in flight; False after `timeout` seconds. For any thread."""
         self._actions.put(_nothing)
-        with self._condition:
+        with self._condition.lock:
             self._condition.notify_all()  # a signal handler may have raised before `_accept` did
-            return self._condition.wait_for(lambda: not self._tasks, timeout)
+        return self._condition.wait_for(lambda: not self._tasks, timeout)
 
     def close(self, timeout: float) -> None:
         """End the threads and the writer once all is done; gives up waiting after `timeout`."""
@@ -202,7 +202,7 @@ class SavePipeline:
 
     def abandon(self) -> None:
         """Let the pipeline end by itself once all is done. Never blocks; for any thread."""
-        with self._condition:
+        with self._condition.lock:
             self._stopping = True
             self._condition.notify_all()
         if not self._threads:
@@ -215,7 +215,7 @@ class SavePipeline:
             _log.warning("step %d was not durable when the interpreter ended", step)
 
     def _accept(self, task: Task) -> None:
-        with self._condition:
+        with self._condition.lock:
             self._start_threads()
             self._tasks.append(task)
             self._condition.notify_all()
@@ -247,7 +247,7 @@ class SavePipeline:
 
     def _run(self, loop: Callable[[], None]) -> None:
         """Do a thread's work, once it is known that both could be started."""
-        with self._condition:
+        with self._condition.lock:
             if threading.current_thread() not in self._threads:
                 return
         loop()
@@ -291,10 +291,10 @@ class SavePipeline:
             return next((task for task in self._tasks if not task.taken), None)
 
         while True:
-            with self._condition:
-                self._condition.wait_for(
-                    lambda: self._stopping or self._expecting or first() is not None
-                )
+            self._condition.wait_for(
+                lambda: self._stopping or self._expecting or first() is not None
+            )
+            with self._condition.lock:
                 self._expecting = False
                 task = first()
                 if task is not None:
@@ -308,7 +308,7 @@ class SavePipeline:
         try:
             chunks = self._stager.hash_all(capture.layout, capture.sources, task.marks)
             table = proven_table(self._store, commit, chunks)
-            with self._condition:
+            with self._condition.lock:
                 self._baselines.proven(table, commit)
         except Exception as error:  # only the next save's speed depends on this
             _log.debug("no change table from step %d: %s", commit.step, error)
@@ -347,7 +347,7 @@ class SavePipeline:
             client,
         )  # fmt: skip
         staging = with_copies(staging, capture.figures)
-        with self._condition:
+        with self._condition.lock:
             if progress.error is not None:
                 raise progress.error
             task.staging = staging
@@ -373,7 +373,7 @@ class SavePipeline:
         if self._layout is None or self._layout[0] is not task.capture.layout:
             self._layout = (task.capture.layout, msgspec.msgpack.encode(task.capture.layout))
         adam = self._adam_tensors(task.capture)
-        with self._condition:  # held, so that no outcome comes before the save is known
+        with self._condition.lock:  # held, so that no outcome comes before the save is known
             baseline = self._baselines.best_for(client)
             named = any(t.names_parent for t in self._tasks)
             parent = None if named else self._baselines.parent
@@ -428,7 +428,7 @@ class SavePipeline:
                 self._give_up(task)
 
     def _settle(self, client: WriterClient, save: int, outcome: Outcome) -> None:
-        with self._condition:
+        with self._condition.lock:
             task = next((t for t in self._tasks if t.client is client and t.save == save), None)
         if task is None:
             return
@@ -439,7 +439,7 @@ class SavePipeline:
         assert staging is not None
         assert request is not None
         report = report_of(task.progress, staging, client, outcome, skipped=request.skipped)
-        with self._condition:
+        with self._condition.lock:
             commit = (outcome.run, outcome.number)
             self._baselines.committed(staging.table, client, save, commit)
             self._order.committed(outcome.step)
@@ -470,7 +470,7 @@ class SavePipeline:
 
     def _fail(self, task: Task, error: DeltackptError) -> None:
         """End a save as failed, once."""
-        with self._condition:
+        with self._condition.lock:
             if not task.progress.fail(error):
                 return
             self.failures.failed(task.progress, error)
@@ -486,7 +486,7 @@ class SavePipeline:
 
     def _end(self, task: Task) -> None:
         task.progress.mark_unlocked()
-        with self._condition:
+        with self._condition.lock:
             if task in self._tasks:
                 self._tasks.remove(task)
             self._condition.notify_all()

@@ -20,15 +20,17 @@ OnError = Literal["raise", "warn"]
 DueFunction = Callable[[int], bool]
 T = TypeVar("T")
 
+_LARGEST = (1 << 63) - 1
+
 
 def is_count(value: Any) -> bool:
-    """True for a real integer: a bool is none."""
-    return isinstance(value, int) and not isinstance(value, bool)
+    """True for a real integer that fits 64 bits, as whatever is handed on must: a bool is none."""
+    return isinstance(value, int) and not isinstance(value, bool) and -_LARGEST <= value <= _LARGEST
 
 
 def is_number(value: Any) -> bool:
-    """True for a finite int or float that is no bool."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and value - value == 0
+    """True for a finite float, or a whole number as of :func:`is_count`."""
+    return is_count(value) or (isinstance(value, float) and value - value == 0)
 
 
 NO_LIMIT = 1e8

@@ -18,6 +18,7 @@ from typing import Any
 from deltackpt_store.errors import DeltackptError, StateError
 
 from .policy import check_seconds
+from .waiting import Condition
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -125,10 +126,9 @@ class SaveProgress:
         self._waiting_since: float | None = None
         self._reached_at = 0.0
         self._unlocked_at: float | None = None
-        self._lock = threading.Lock()
-        self._unlocked = threading.Event()
-        self._staged = threading.Event()
-        self._done = threading.Event()
+        self._changed = Condition()
+        self._lock = self._changed.lock
+        self._is_unlocked = self._is_staged = self._is_done = False
         self._pid = os.getpid()
 
     # the training thread -------------------------------------------------------------------
@@ -166,18 +166,21 @@ class SaveProgress:
         """No live tensor of this save will be read any more."""
         if self._unlocked_at is None:
             self._unlocked_at = time.perf_counter()
-        self._unlocked.set()
+        with self._lock:
+            self._is_unlocked = True
+            self._changed.notify_all()
 
     def mark_staged(self) -> None:
         """Every byte is in the ring; the time since the call of `save` is recorded."""
         self.staged_seconds = time.perf_counter() - self.started
-        self.mark_unlocked()
-        self._staged.set()
+        with self._lock:
+            self._is_staged = True
+            self.mark_unlocked()
 
     def fail(self, error: DeltackptError) -> bool:
         """End as failed; False when the save had ended before (the first end counts)."""
         with self._lock:
-            if self._done.is_set():
+            if self._is_done:
                 return False
             self.error = error
             self._finish()
@@ -192,39 +195,38 @@ class SaveProgress:
     def commit(self, report: SaveReport) -> bool:
         """End as durable; False when the save had been given up before."""
         with self._lock:
-            if self._done.is_set():
+            if self._is_done:
                 return False
             self.report = report
             self._finish()
             return True
 
     def _finish(self) -> None:
+        self._is_staged = self._is_done = True
         self.mark_unlocked()
-        self._staged.set()
-        self._done.set()
 
     # waiting -------------------------------------------------------------------------------
 
     @property
     def is_unlocked(self) -> bool:
-        return self._unlocked.is_set()
+        return self._is_unlocked
 
     @property
     def is_staged(self) -> bool:
-        return self._staged.is_set()
+        return self._is_staged
 
     @property
     def is_done(self) -> bool:
-        return self._done.is_set()
+        return self._is_done
 
     def wait_unlocked(self, timeout: float | None) -> bool:
-        return self._unlocked.wait(timeout)
+        return self._changed.wait_for(lambda: self._is_unlocked, timeout)
 
     def wait_staged(self, timeout: float | None) -> bool:
-        return self._staged.wait(timeout)
+        return self._changed.wait_for(lambda: self._is_staged, timeout)
 
     def wait_done(self, timeout: float | None) -> bool:
-        return self._done.wait(timeout)
+        return self._changed.wait_for(lambda: self._is_done, timeout)
 
     def raise_error(self) -> None:
         """Raise what ended this save, if it did not end durable; marks the error as delivered."""

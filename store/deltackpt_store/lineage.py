@@ -52,7 +52,7 @@ class Lineage:
         `begun` is the largest step of a save in flight. Raises `ConflictError`, and
         `InvalidInputError` for what can be no step.
         """
-        check_step(step)
+        step = check_step(step)
         head = self.head
         last = head.step if head is not None and head.run == self._run else None
         if begun is not None and (last is None or begun > last):

@@ -6,9 +6,11 @@ store (and is therefore untrusted) passes the same checks before it is joined to
 
 from __future__ import annotations
 
+import contextlib
+import operator
 import re
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from deltackpt_store.errors import ConflictError, InvalidInputError
 
@@ -41,13 +43,21 @@ def check_name(name: str, what: str) -> str:
     return name
 
 
-def check_step(step: int) -> int:
-    """Return `step` when a commit may have it: a whole number of 0 or more, of 63 bits."""
-    if type(step) is not int or not 0 <= step < 1 << 63:
+def check_step(step: Any) -> int:
+    """`step` as an int when a commit may have it: a whole number of 0 or more, of 63 bits.
+
+    What stands for one whole number (of NumPy, a tensor with one element) is taken;
+    InvalidInputError for everything else, bools and floats included.
+    """
+    number = None
+    if not (isinstance(step, (bool, float)) or str(getattr(step, "dtype", "")).endswith("bool")):
+        with contextlib.suppress(TypeError, ValueError, RuntimeError):
+            number = int(operator.index(step))
+    if number is None or not 0 <= number < 1 << 63:
         raise InvalidInputError(
             f"step must be a whole number of 0 or more, got {step!r}", option="step"
         )
-    return step
+    return number
 
 
 def is_pack_name(name: str) -> bool:

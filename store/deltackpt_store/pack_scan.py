@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -37,8 +38,8 @@ def scan_records(io: FileIO, path: str) -> Iterator[ScannedRecord]:
     Yields every record whose head is undamaged and whose payload lies inside the file, in file
     order. What lies in payloads is searched too, so a stored copy of a pack yields its records as
     well; they are chunks like others, and their ids say what they hold. Reads in windows of
-    `_WINDOW` bytes, plus one payload at a time, and stops in a file built to make it read the same
-    bytes over and over. Raises StorageError.
+    `_WINDOW` bytes, plus one payload at a time, skips holes, and stops in a file built to make it
+    read the same bytes over and over. Raises StorageError.
     """
     try:
         handle = io.open(path)
@@ -73,7 +74,7 @@ def _candidates(io: FileIO, handle: int, size: int) -> Iterator[int]:
     """Offsets at which the record magic stands."""
     position = 0
     overlap = len(RECORD_MAGIC) - 1
-    while position < size:
+    while (position := _skip_hole(io, handle, position, size)) < size:
         window = bytearray(min(_WINDOW, size - position))
         del window[io.read_into(handle, [window], position) :]
         at = window.find(RECORD_MAGIC)
@@ -81,6 +82,18 @@ def _candidates(io: FileIO, handle: int, size: int) -> Iterator[int]:
             yield position + at
             at = window.find(RECORD_MAGIC, at + 1)
         position += max(len(window) - overlap, 1)
+
+
+def _skip_hole(io: FileIO, handle: int, position: int, size: int) -> int:
+    """Where data begins from `position` on: a hole of a file costs its maker nothing, and must not
+    cost its reader the time to read so many zeros. `position` itself where nobody knows of holes.
+    """
+    if type(io) is not FileIO:
+        return position
+    try:
+        return os.lseek(handle, position, os.SEEK_DATA)
+    except (OSError, AttributeError) as error:
+        return size if getattr(error, "errno", None) == errno.ENXIO else position
 
 
 def _location(pack: str, offset: int, head: RecordHead) -> Location:

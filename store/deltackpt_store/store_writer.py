@@ -359,7 +359,7 @@ class StoreWriter:
         if not self._heeding:
             self.heed()
         check_name(run, "run")
-        check_step(step)
+        step = check_step(step)
         names = sorted(set(packs))
         self._check_flushed(names)
         directory = os.path.join(self._root, "runs", run)

@@ -9,6 +9,7 @@ import json
 import os
 import pathlib
 import pickletools
+import secrets
 import subprocess
 import sys
 import zipfile
@@ -408,6 +409,22 @@ def test_an_existing_file_is_kept_unless_forced(tmp_path: Path, name: str) -> No
     run(tmp_path / "store", "main", target, "--force")
     assert target.stat().st_size > 100
     assert sorted(os.listdir(tmp_path)) == sorted([name, "store"])
+
+
+def test_a_link_beside_a_report_is_not_written_through(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prevents: who may write to /tmp has a file of the user's overwritten."""
+    # case 162
+    save_state(tmp_path / "store", {"w": torch.ones(3)})
+    opened: list[str] = []
+    monkeypatch.setattr(secrets, "token_hex", lambda size: opened.append("guessed") or "ab" * size)
+    (tmp_path / "victim").write_text("precious")
+    for guess in (f"r.html.{os.getpid()}.part", f".r.html.tmp-{'ab' * 6}"):
+        (tmp_path / guess).symlink_to("victim")
+    CliRunner().invoke(cli, ["report", str(tmp_path / "store"), "-o", str(tmp_path / "r.html")])
+    assert (tmp_path / "victim").read_text() == "precious"
+    assert opened
 
 
 @pytest.mark.parametrize("name", ["out.safetensors", "out.pt"])

@@ -381,17 +381,16 @@ def test_a_forked_child_does_not_wait_for_a_save_of_its_parent(tmp_path: Path) -
         with pytest.raises(StorageError, match="gone"):  # told here, and still to be told there
             failed.result()
 
-    for lock in (progress._lock, progress._done._cond, progress._staged._cond):  # pyright: ignore
-        with lock:  # held by a thread that the child does not have
-            pid = os.fork()
-            if pid == 0:
-                signal.alarm(60)
-                try:
-                    child()
-                except BaseException:
-                    os._exit(1)
-                os._exit(0)
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    with progress._lock:  # pyright: ignore -- held by a thread that the child does not have
+        pid = os.fork()
+        if pid == 0:
+            signal.alarm(60)
+            try:
+                child()
+            except BaseException:
+                os._exit(1)
+            os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     assert not save.done()
 
 

@@ -601,6 +601,23 @@ def test_lmdb_unable_to_open_changes_nothing_else(
     assert len(records) == 1
 
 
+@pytest.mark.parametrize("what", ["file", "pipe", "folder is a file"])
+def test_something_else_in_the_place_of_the_index(tmp_path: Path, what: str) -> None:
+    """Prevents: saves fail because of a thing that may be deleted at any time."""  # case 116
+    store = make_store(tmp_path)
+    place = tmp_path / "cache" / "index"
+    place.parent.mkdir()
+    if what == "pipe":
+        os.mkfifo(place)
+    else:
+        (place if what == "file" else place.parent.with_name("c")).write_text("x")
+        place = place if what == "file" else tmp_path / "c" / "index"
+    with caplog_at_warning():
+        index = open_index(store, directory=str(place))
+    assert isinstance(index, MemoryIndex)
+    assert len(index) == 2
+
+
 def test_open_index_follows_the_packs_of_the_store(tmp_path: Path) -> None:
     """The cache may be older or newer than the store: packs decide."""  # case 116
     store = make_store(tmp_path)

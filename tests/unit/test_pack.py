@@ -326,6 +326,23 @@ def test_scan_finds_magic_across_window_borders(
         assert set(found) == expected
 
 
+def test_a_scan_does_not_read_holes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prevents: a file that takes no space on a disk keeps its reader busy for hours."""
+    # case 162
+    path = write_pack(tmp_path, CHUNKS)
+    expected = {i for i, _ in pk.read_footer(IO, str(path)).entries.items("p")}
+    os.truncate(path, 8 << 30)
+    reads, real = itertools.count(), os.preadv
+
+    def preadv(handle: int, buffers: Sequence[Buffer], offset: int) -> int:
+        next(reads)
+        return real(handle, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    assert {record.id for record in scan_records(IO, str(path))} == expected
+    assert next(reads) < 500  # windows of 4 MiB would be 2048
+
+
 def test_a_scan_of_a_built_file_ends(tmp_path: Path) -> None:
     """Heads that all claim the same large payload must not make a scan read for days."""
     reads: list[int] = []

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from deltackpt_store.errors import InvalidInputError
+from deltackpt_store.names import check_step
 
-from deltackpt.options import check_metrics, check_options, check_step
+import deltackpt
+from deltackpt.checkpointer import Checkpointer
+from deltackpt.compaction import Compact
+from deltackpt.options import check_metrics, check_options
 from deltackpt.policy import Due, Every, Keep, check_every
 
 GOOD: dict[str, Any] = {
@@ -89,13 +96,22 @@ def test_bad_every_values_are_refused(arguments: dict[str, Any]) -> None:
     "arguments",
     [{"last": 0}, {"last": -1}, {"last": 1.0}, {"last": True}, {"every": 0}, {"within": 0},
      {"within": -5.0}, {"best": ""}, {"best": ("loss",)}, {"best": ("loss", "smallest")},
-     {"best": ("", "min")}, {"best": 3}],
+     {"best": ("", "min")}, {"best": 3}, {"last": 1 << 63}, {"every": 10**30},
+     {"within": 10**30}],
 )  # fmt: skip
 def test_retention_that_keeps_nothing_is_refused(arguments: dict[str, Any]) -> None:
     """Prevents: an edge value that deletes every step."""
     # case 100
     with pytest.raises(InvalidInputError, match=f"keep.{next(iter(arguments))}"):
         Keep(**arguments)
+
+
+@pytest.mark.parametrize("option", ["interval", "every", "max_rate", "when_ratio"])
+def test_numbers_that_cannot_be_handed_on_are_refused(option: str) -> None:
+    """Prevents: an option that is first noticed when a process is to be told of it."""
+    # case 26
+    with pytest.raises(InvalidInputError, match=option):
+        Compact(**{option: 1 << 63})
 
 
 def test_good_retention() -> None:
@@ -141,22 +157,43 @@ def test_a_slot_always_holds_a_chunk(chunk_bytes: int, ring: int) -> None:
     assert slot % 4096 == 0
 
 
-@pytest.mark.parametrize("step", [-1, 1 << 63, 1.0, True, "1", None])
+NO_STEPS = [
+    -1, 1 << 63, 1.0, True, "1", None, np.bool_(True), np.float32(1),
+    np.array([1, 2]), np.array(1.0), torch.tensor(True), torch.tensor(1.0),
+    torch.tensor([1, 2]), torch.tensor([]),
+    torch.empty(1, device="meta", dtype=torch.int64),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("step", NO_STEPS, ids=repr)
 def test_bad_steps_are_refused(step: Any) -> None:
+    # case 99
     with pytest.raises(InvalidInputError, match="step"):
         check_step(step)
 
 
-def test_steps_and_metrics_are_plain_numbers() -> None:
-    import numpy as np
-    import torch
+@pytest.mark.parametrize(
+    "step", [7, np.int64(7), np.uint8(7), np.array(7), torch.tensor(7), torch.tensor([7])], ids=repr
+)
+def test_a_step_is_named_the_same_way_everywhere(tmp_path: Path, step: Any) -> None:
+    """Prevents: a number that `save` took and `restore` refuses, on the day of the crash."""
+    # case 91
+    with Checkpointer(tmp_path, {"x": torch.ones(3)}, writer="thread") as ckpt:
+        assert ckpt.should_save(step) is False
+        assert ckpt.save(step).result().step == 7
+        restored = ckpt.restore(step)
+        assert restored is not None
+        assert (type(restored.step), restored.step) == (int, 7)
+    assert torch.equal(deltackpt.load(tmp_path, step=step)["x"], torch.ones(3))
 
-    assert check_step(np.int64(7)) == 7
+
+def test_steps_and_metrics_are_plain_numbers() -> None:
     assert check_step((1 << 63) - 1) == (1 << 63) - 1
     metrics = check_metrics({"loss": torch.tensor(0.5), "n": np.float32(2), "i": 3})
     assert metrics == {"loss": 0.5, "n": 2.0, "i": 3.0}
     assert all(type(value) is float for value in metrics.values())
     assert check_metrics(None) == {}
-    for bad in ({"loss": "low"}, {1: 1.0}, [("loss", 1.0)], {"x": torch.zeros(2)}):
+    for bad in ({"loss": "low"}, {1: 1.0}, [("loss", 1.0)], {"x": torch.zeros(2)},
+                {"z": torch.tensor(1j)}, {"m": torch.zeros(1, device="meta")}):  # fmt: skip
         with pytest.raises(InvalidInputError, match="metrics"):
             check_metrics(bad)
