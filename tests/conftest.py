@@ -8,6 +8,7 @@ processes of the run, and printed under "figures" (docs/durability.md names them
 from __future__ import annotations
 
 import secrets
+import signal
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,9 @@ from typing import Any
 import pytest
 
 Figure = Callable[[str, int], None]
+
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as a shell starts jobs in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture
