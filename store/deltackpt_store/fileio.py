@@ -140,6 +140,8 @@ class FileIO:
         """
         while True:
             handle = _open_to_lock(path, create)
+            if create:
+                share_lock(path, handle)
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if still_named(path, handle):
@@ -211,6 +213,15 @@ def look_afresh(path: str) -> None:
     with contextlib.suppress(OSError):
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
         os.close(os.open(os.path.dirname(path) or ".", flags))
+
+
+def share_lock(path: str, handle: int) -> None:
+    """Let whoever may write in the folder take the lock, too, whatever the umask is."""
+    with contextlib.suppress(OSError):  # somebody else's
+        bits = stat.S_IMODE(os.fstat(handle).st_mode)
+        above = os.stat(os.path.dirname(path)).st_mode & 0o022 if bits else 0
+        if bits | above != bits:
+            os.fchmod(handle, bits | above)
 
 
 def open_regular(path: str, flags: int, mode: int = 0o666) -> int:
@@ -303,7 +314,19 @@ def make_directory(io: FileIO, path: str) -> None:
         return
     with contextlib.suppress(FileExistsError):
         io.mkdir(path)
+        share_as_above(io, path)
         io.sync_directory(os.path.dirname(path))
+
+
+def share_as_above(io: FileIO, path: str) -> None:
+    """Give the directory `path`, just made, the permission bits of the one it lies in.
+
+    So what `mode=` gave to a group holds for all of a store, whatever each user's umask is.
+    """
+    with contextlib.suppress(OSError):  # a file layer of its own, or not ours to change
+        above = stat.S_IMODE(os.stat(os.path.dirname(path)).st_mode)
+        if stat.S_IMODE(os.stat(path).st_mode) != above:
+            io.chmod(path, above)
 
 
 def make_subdirectory(io: FileIO, path: str) -> None:

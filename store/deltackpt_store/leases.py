@@ -26,7 +26,7 @@ from typing import NamedTuple
 import msgspec
 
 from deltackpt_store.errors import CorruptionError, NotFoundError
-from deltackpt_store.fileio import FileIO, publish_bytes, read_file
+from deltackpt_store.fileio import FileIO, publish_bytes, read_file, share_as_above
 from deltackpt_store.manifest import Commit
 from deltackpt_store.manifest_io import digest_of
 from deltackpt_store.names import RETIRED_SUFFIX, is_name, number_name, parse_number
@@ -317,6 +317,7 @@ def _make(io: FileIO, root: str, directory: str) -> None:
         if not io.exists(missing):
             with contextlib.suppress(FileExistsError):
                 io.mkdir(missing)
+                share_as_above(io, missing)
 
 
 def _names(io: FileIO, path: str) -> list[str]:

@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Callable
 
 from deltackpt_store.errors import ConflictError
-from deltackpt_store.fileio import open_regular, still_named
+from deltackpt_store.fileio import open_regular, share_lock, still_named
 from deltackpt_store.oserror import NO_LOCKS
 from deltackpt_store.process_note import NOTE_BYTES, own_note, read_note
 
@@ -52,6 +52,7 @@ class RunLock:
         deadline = time.monotonic() + timeout
         while True:
             fd = open_regular(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
+            share_lock(path, fd)
             try:
                 locked = _lock(fd, path)
                 if locked is None or (locked and still_named(path, fd)):

@@ -29,11 +29,13 @@ from deltackpt_store import (
     Store,
     UnsupportedFormatError,
 )
+from deltackpt_store.client import WriterClient
 from deltackpt_store.location import PROBE_PREFIX
 from deltackpt_store.store import DIRECTORIES
 from deltackpt_store.verify import verify
 from small_store import SmallStore, pattern
 from step_content import TENSORS, content, steps_of
+from toy_trainer import SEED, ToyTrainer
 
 
 @pytest.fixture
@@ -207,6 +209,25 @@ def test_create_mode(tmp_path: Path) -> None:
     store = Store.create(tmp_path / "s", mode=0o2770)
     for name in (".", *DIRECTORIES):
         assert stat.S_IMODE(os.stat(f"{store.path}/{name}").st_mode) == 0o2770
+
+
+def test_what_a_group_may_do_holds_for_all_folders(tmp_path: Path) -> None:
+    """Prevents: a store that a group shares, to which only the one who began can save."""
+    # case 85
+    before = os.umask(0o022)
+    try:
+        store = Store.create(tmp_path / "s", mode=0o2770)
+        writer = ToyTrainer(WriterClient(store.path, "main", seed=SEED, ring_bytes=1 << 20,
+                                         slot_bytes=1 << 18, mode="thread"))  # fmt: skip
+        writer.save_now(1)
+        writer.client.close(60)
+    finally:
+        os.umask(before)
+    folders = [f for f in (tmp_path / "s").rglob("*") if f.is_dir() and f.name != "index"]
+    assert {f.name for f in folders} >= {"main", "leases"}
+    assert {stat.S_IMODE(f.stat().st_mode) for f in folders} == {0o2770}
+    lock = tmp_path / "s" / "runs" / "main" / ".lock"
+    assert lock.stat().st_mode & 0o022 == 0o020
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EIO])
