@@ -54,6 +54,7 @@ from deltackpt_store.reader import ChunkReader
 
 DIRECTORIES = ("packs", "manifests", "runs", "pins", "gc", "quarantine")
 _OWN = frozenset((*DIRECTORIES, "cache"))
+_OF_THE_SYSTEM = frozenset(("lost+found", ".DS_Store", ".snapshot"))  # in an empty directory, too
 _BASES_KEPT = 2
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # also as pathlib writes it, with one slash
 
@@ -276,7 +277,7 @@ def _read_format(io: FileIO, path: str) -> Format | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
-        if error.errno in DAMAGE:
+        if error.errno in DAMAGE and _is_directory(io, path):
             raise CorruptionError(
                 f"{name} cannot be read: {error.strerror or error}",
                 kind="damaged-format",
@@ -284,6 +285,14 @@ def _read_format(io: FileIO, path: str) -> Format | None:
                 path=name,
             ) from error
         raise storage_error(error, "open the store, reading", name) from error
+
+
+def _is_directory(io: FileIO, path: str) -> bool:
+    try:
+        io.list(path)
+    except OSError:
+        return False
+    return True
 
 
 def _without_format(io: FileIO, path: str) -> str:
@@ -355,7 +364,8 @@ def _refuse_foreign(io: FileIO, path: str) -> None:
     foreign = [
         name
         for name in names
-        if not name.startswith(TEMPORARY_PREFIX)
+        if not name.startswith((TEMPORARY_PREFIX, ".nfs"))
+        and name not in _OF_THE_SYSTEM
         and not (name in _OWN and not any(map(_is_foreign, io.list(f"{path}/{name}"))))
     ]
     if foreign and not io.exists(f"{path}/{FORMAT_NAME}"):

@@ -107,6 +107,13 @@ def test_not_a_store(tmp_path: Path, what: str) -> None:
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
+def test_a_path_that_leads_in_a_circle_is_not_a_damaged_store(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    for call in (Store.open, Store.create):
+        with pytest.raises(StorageError, match="symbolic link"):
+            call(tmp_path / "loop")
+
+
 @pytest.mark.parametrize("path", ["", "a\0b"])
 def test_paths_that_name_nothing(path: str) -> None:
     """An empty path must not mean the working directory."""
@@ -127,6 +134,16 @@ def test_create_refuses_a_directory_with_something_else_in_it(tmp_path: Path) ->
     with pytest.raises(StorageError):
         Store.create(tmp_path / "notes.txt" / "below")
     assert listing(tmp_path) == before
+
+
+@pytest.mark.parametrize("name", ["lost+found", ".DS_Store", ".nfs00000000deadbeef", ".snapshot"])
+def test_what_file_systems_put_into_an_empty_directory_is_no_obstacle(
+    tmp_path: Path, name: str
+) -> None:
+    """Such as the top of a disk that was mounted for the store."""
+    (tmp_path / name).mkdir()
+    assert Store.create(tmp_path).uuid == Store.open(tmp_path).uuid
+    assert (tmp_path / name).is_dir()
 
 
 def test_create_continues_an_unfinished_create(tmp_path: Path) -> None:
