@@ -257,9 +257,14 @@ class DeltackptEager(Deltackpt):
     options: ClassVar[dict[str, Any]] = {"overlap": False}
 
 
+class DeltackptFast(Deltackpt):
+    options: ClassVar[dict[str, Any]] = {"codec": "fast"}
+
+
 PEERS: dict[str, Callable[[Path, State], Peer]] = {
     "deltackpt": Deltackpt,
     "deltackpt-eager": DeltackptEager,
+    "deltackpt-fast": DeltackptFast,
     "torch.save": TorchSave,
     "dcp.save": DcpSave,
     "dcp.async_save": DcpAsync,
