@@ -28,7 +28,7 @@ from .paths import key_of, segments
 from .reading import Step, matcher
 from .target_module import ModuleTarget, flat_state
 from .target_object import ObjectTarget
-from .target_optimizer import OptimizerTarget
+from .target_optimizer import OptimizerTarget, has_groups
 from .target_plain import PlainTarget, items_of, places_of
 from .targets import ABSENT, Report, Target, descend, is_a, is_stateful, outline, slots_of
 from .ties import find_ties
@@ -105,14 +105,15 @@ class Plan:
                 module.match(step, node, key_map, wanted, report)
                 self._modules.append(module)
                 self._objects.append(module)
-            elif isinstance(value, Optimizer):
+            elif isinstance(value, Optimizer) and has_groups(value):
                 optimizer = OptimizerTarget(path, keys, value)
                 optimizer.match(step, node, recorded.get(path), present[path], report)
                 self._optimizers.append(optimizer)
                 self._objects.append(optimizer)
             else:
                 other = ObjectTarget(path, keys, value)
-                other.match(step, node, report)
+                if path not in present or other.fits(recorded.get(path), present[path], report):
+                    other.match(step, node, report)
                 self._objects.append(other)
             if step.partial and not isinstance(value, nn.Module) and node is not None:
                 _refuse_part(step, path, node)

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from .nodes import kind_of
 from .reading import Step
-from .targets import Report, is_a, slots_of
+from .targets import Mismatch, Report, is_a, slots_of
 from .undo import Attributes
 from .undo import undo as take_back
 
@@ -44,6 +44,23 @@ class ObjectTarget:
         self._slots = list(slots_of(node))
         self._wanted = bool(self._slots) or not step.partial
         report.loaded += [step.paths[slot] for slot in self._slots]
+
+    def fits(
+        self,
+        recorded: Sequence[str | None] | None,
+        present: Sequence[str | None],
+        report: Report,
+    ) -> bool:
+        """Whether an optimizer has the saved parameters, in the saved order; ask before `match`.
+
+        Its state_dict is of a form of its own, in which nobody else can match them by name.
+        """
+        if recorded is None or list(recorded) == list(present):
+            return True
+        there, here = (", ".join(map(str, names)) for names in (recorded, present))
+        report.mismatched.append(Mismatch(self.path, f"parameters {there}", f"parameters {here}"))
+        report.hint("build the optimizer over the same named parameters, in the same order")
+        return False
 
     def slots(self) -> Iterable[int]:
         return self._slots

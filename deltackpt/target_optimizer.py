@@ -1,13 +1,15 @@
 """Restoring into an optimizer: state made from the checkpoint, matched by parameter name.
 
-``Optimizer.load_state_dict`` does the work and runs its hooks, once; what it would change (it
-casts floating state to the dtype of the parameter) is put right afterwards. The optimizer keeps
-the tensors it is given, which nobody else holds.
+``Optimizer.load_state_dict`` does the work and runs its hooks, once; what it would change is put
+right afterwards: it casts floating state to the dtype of the parameter, and makes containers anew,
+by which a deque loses its length and a string its content. What it cannot make anew is kept from
+it. The optimizer keeps the tensors it is given, which nobody else holds.
 """
 
 from __future__ import annotations
 
 import copy
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
@@ -16,12 +18,24 @@ from deltackpt_store.errors import MismatchError
 from torch import nn
 from torch.optim import Optimizer
 
-from .nodes import kind_of
+from .nodes import kind_of, state_of
 from .optimizer_fit import is_torchs, moment, other_class
 from .params import align, parameters_of
 from .paths import segment
 from .reading import Step
+from .target_plain import items_of, refilled
 from .targets import Leaf, Mismatch, Report, is_a, slots_of
+
+
+def has_groups(optimizer: Optimizer) -> bool:
+    """Whether its state_dict has the form that `torch.optim.Optimizer` gives it."""
+    if kind_of(optimizer).state_dict is Optimizer.state_dict:
+        return True
+    try:
+        state: Any = state_of(optimizer)
+    except Exception:  # what it is made of cannot be had, but it may take a state
+        return True
+    return is_a(state, dict) and {"state", "param_groups"} <= state.keys()
 
 
 class OptimizerTarget:
@@ -174,7 +188,7 @@ class OptimizerTarget:
         aligned = self._aligned({"state": {}, **state})  # of no parameter, when none fits
         groups = list(optimizer.param_groups)
         before = optimizer.state
-        optimizer.load_state_dict(aligned)
+        optimizer.load_state_dict(_loadable(aligned) if self._ordinary else aligned)
         left = set(self._left)
         for parameter in left:
             optimizer.state.pop(parameter, None)
@@ -182,8 +196,10 @@ class OptimizerTarget:
                 optimizer.state[parameter] = before[parameter]
         for index, parameter in self._pairs(aligned):
             if index in aligned["state"] and parameter in optimizer.state and parameter not in left:
-                entry = optimizer.state[parameter]
-                optimizer.state[parameter] = _as_saved(entry, aligned["state"][index])
+                entry, saved = optimizer.state[parameter], aligned["state"][index]
+                if self._ordinary and is_a(entry, dict) and is_a(saved, dict):
+                    entry.update(_withheld(saved, parameter.device))
+                optimizer.state[parameter] = _as_saved(entry, saved)
         for group, old in zip(optimizer.param_groups, groups, strict=False):
             for key, value in group.items():
                 if isinstance(value, torch.Tensor) and isinstance(old.get(key), torch.Tensor):
@@ -211,14 +227,57 @@ def _without_values(step: Step, node: Any) -> Any:
     return None
 
 
+def _loadable(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """`state_dict` without the entries that `Optimizer.load_state_dict` fails at."""
+    state: Mapping[Any, Any] = state_dict["state"]
+    lighter = {
+        index: {key: value for key, value in entry.items() if _made_anew(value)}
+        if is_a(entry, dict)
+        else entry
+        for index, entry in state.items()
+    }
+    return {**state_dict, "state": lighter}
+
+
+def _withheld(entry: Mapping[Any, Any], device: torch.device) -> dict[Any, Any]:
+    """The rest of an entry, its tensors where load_state_dict would have put them."""
+    rest = {key: value for key, value in entry.items() if not _made_anew(value)}
+    return {key: _moved(value, device) for key, value in rest.items()}
+
+
+def _made_anew(value: Any) -> bool:
+    """Whether `Optimizer.load_state_dict` can copy it, by ``type(value)(items)`` if iterable."""
+    if is_a(value, torch.Tensor, str, bytes) or not is_a(value, Iterable):
+        return True
+    if is_a(value, dict):
+        return all(map(_made_anew, value.values()))
+    plain = kind_of(value) in (list, tuple, deque, set, frozenset)
+    return plain and all(map(_made_anew, value))
+
+
+def _moved(saved: Any, device: torch.device) -> Any:
+    if is_a(saved, torch.Tensor):
+        return saved.to(device)
+    items = items_of(saved)
+    if items is None:
+        return saved
+    return refilled(saved, {key: _moved(item, device) for key, item in items.items()})
+
+
 def _as_saved(live: Any, saved: Any) -> Any:
-    """`live` with the tensors of `saved` wherever loading them changed their dtype."""
+    """`live` in the form of `saved`: dtypes, kinds of containers, what they hold besides items.
+
+    What the optimizer has made otherwise of it (a tensor of a number, other keys) stays.
+    """
     if is_a(live, torch.Tensor) and is_a(saved, torch.Tensor):
-        if live.dtype != saved.dtype and live.shape == saved.shape:
-            return saved.to(live.device)
-    elif is_a(live, dict) and is_a(saved, dict):
-        for key, value in live.items():
-            live[key] = _as_saved(value, saved.get(key))
-    elif is_a(live, list) and is_a(saved, list) and len(saved) == len(live):
-        live[:] = map(_as_saved, live, saved)
-    return live
+        changed = live.dtype != saved.dtype and live.shape == saved.shape
+        return saved.to(live.device) if changed else live
+    if is_a(live, str, bytes) and is_a(saved, str, bytes):
+        return saved
+    old, new = items_of(live), items_of(saved)
+    if old is None or new is None or is_a(live, dict) is not is_a(saved, dict):
+        return live
+    if not is_a(live, dict) and len(old) != len(new):
+        return live
+    order = [*(key for key in new if key in old), *(key for key in old if key not in new)]
+    return refilled(saved, {key: _as_saved(old[key], new.get(key)) for key in order})

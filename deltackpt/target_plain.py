@@ -57,6 +57,25 @@ def places_of(value: Any, path: str) -> dict[Any, str]:
     return {key: f"{path}/{name}" for key, name in zip(items, segments(keys), strict=True)}
 
 
+def refilled(container: Any, items: Mapping[Any, Any]) -> Any:
+    """`container` with `items` (by key or index) in place of its own; a new one if it is a tuple.
+
+    What it holds besides its items (a deque's length, a factory) stays.
+    """
+    if is_a(container, dict):
+        _refill(container, items)
+        return container
+    values = list(items.values())
+    if is_a(container, list):
+        container[:] = values
+        return container
+    if is_a(container, deque):
+        _refill_deque(container, values)
+        return container
+    kind = kind_of(container)
+    return kind(*values) if hasattr(container, "_fields") else kind(values)
+
+
 class PlainTarget:
     """The plain values of one top-level entry.
 
@@ -256,19 +275,10 @@ class PlainTarget:
         if is_a(value, deque) and is_a(saved, deque) and value.maxlen == saved.maxlen:
             self._actions.append(lambda: _refill_deque(value, items))
             return value
-        if is_a(saved, dict):  # from here on `saved`, which is new, takes the items
-            _refill(saved, merged)
-            return saved
-        if is_a(saved, list):
-            saved[:] = items
-            return saved
-        if is_a(saved, deque):
-            _refill_deque(saved, items)
-            return saved
-        alike = kind_of(value) is kind_of(saved) and len(value) == len(items)
+        alike = is_a(value, tuple) and kind_of(value) is kind_of(saved) and len(value) == len(items)
         if alike and all(a is b for a, b in zip(value, items, strict=True)):
             return value
-        return kind_of(saved)(*items) if hasattr(saved, "_fields") else kind_of(saved)(items)
+        return refilled(saved, merged)  # which is new
 
     # doing ---------------------------------------------------------------------------------
 
