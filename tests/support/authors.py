@@ -249,6 +249,7 @@ class Session:
                 digest = np.frombuffer(xxhash.xxh3_128_digest(data, self.SEED), np.uint8)
                 records[at] = (0, place, at * CHUNK, CHUNK, digest)
             self.writer.handle(Slot(save, 0, records.tobytes()))
+            self.writer.relieve()  # no message is waiting
         self._words[save] = list(words)
         return save
 
