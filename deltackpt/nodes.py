@@ -18,6 +18,7 @@ import torch
 from deltackpt_store.errors import DeltackptError, StateError
 from deltackpt_store.values import encode_node, is_scalar, is_value
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from .building import SPARSE_TAGS, sparse_tensor
 from .tensors import PLAIN
@@ -27,6 +28,10 @@ ARRAY_BYTES = 64 << 10
 
 MAPPINGS: dict[type, str] = {dict: "d", OrderedDict: "od", Counter: "ctr", defaultdict: "dd"}
 SEQUENCES: dict[type, str] = {list: "l", tuple: "t", deque: "dq"}
+LOADER_HINT = (
+    "use torchdata's StatefulDataLoader (in accelerate: use_stateful_dataloader=True), or put the"
+    " state of a sampler of your own (epoch, batches taken) in its place"
+)
 _value = functools.lru_cache(1024)(is_value)
 _scalar = functools.lru_cache(1024)(is_scalar)
 TENSOR, OBJECT = "tensor", "object"
@@ -207,7 +212,9 @@ def ask(value: Any, path: str) -> Any:
         raise StateError(
             f"the object at {path!r} gives no state_dict: {type(error).__name__}: {error}",
             kind="state-failed",
-            hint="mend the object, or leave it out of the state",
+            hint=LOADER_HINT
+            if isinstance(value, DataLoader)
+            else "mend the object, or leave it out of the state",
             path=path,
         ) from error
 

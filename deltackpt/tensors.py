@@ -21,6 +21,8 @@ PLAIN: frozenset[type] = frozenset((Tensor, nn.Parameter))  # nn.Buffer makes pl
 _QUANTIZED = frozenset(("qint8", "quint8", "qint32", "quint4x2", "quint2x4"))
 """Their numbers mean nothing without the scale and zero point, which a tensor may lack."""
 
+_TRAINED = "{name: p for name, p in model.named_parameters() if p.requires_grad}"
+
 
 @functools.cache
 def dtype_problem(dtype: torch.dtype) -> str | None:
@@ -114,14 +116,14 @@ def _subclass_problem(tensor: Tensor) -> tuple[str, str]:
     if tensor.is_nested:
         return "is a nested tensor", "save its list of tensors (tensor.unbind())"
     if hasattr(kind, "__tensor_flatten__"):
-        return (
-            f"is the wrapper subclass {name}",
-            "save its inner tensors and metadata (__tensor_flatten__) as plain values",
-        )
-    return (
-        f"is the tensor subclass {name}",
-        "save tensor.as_subclass(torch.Tensor) if its class carries no meaning",
-    )
+        reason = f"is the wrapper subclass {name}"
+        hint = "save its inner tensors and metadata (__tensor_flatten__) as plain values"
+    else:
+        reason = f"is the tensor subclass {name}"
+        hint = "save tensor.as_subclass(torch.Tensor) if its class carries no meaning"
+    if isinstance(tensor, nn.Parameter) and not tensor.requires_grad:
+        hint += f"; where it is a frozen base, save in place of the model {_TRAINED}"
+    return reason, hint
 
 
 def _wrapped(tensor: Tensor) -> bool:

@@ -46,6 +46,7 @@ from torch.utils.data import DataLoader
 
 from .building import SPARSE_TAGS, build
 from .nodes import (
+    LOADER_HINT,
     MAPPINGS,
     OBJECT,
     SEQUENCES,
@@ -196,12 +197,7 @@ class Walker:
         if isinstance(value, torch.Generator):
             raise refuse(path, "is a torch.Generator", "save generator.get_state() instead")
         if isinstance(value, DataLoader):
-            raise refuse(
-                path,
-                "is a DataLoader, which has no state_dict()",
-                "use torchdata's StatefulDataLoader, or put the state of a sampler of your own"
-                " (epoch, batches taken) in its place",
-            )
+            raise refuse(path, "is a DataLoader, which has no state_dict()", LOADER_HINT)
         encode_node(value, path)  # raises, saying what is wrong with it
         raise refuse(path, f"is of type {kind.__qualname__}", "save plain values from it")
 

@@ -162,9 +162,9 @@ class WriterThread:
         self._thread.start()
 
     def _run(self, ring: Ring, io: FileIO | None) -> None:
-        from deltackpt_store.serve import serve
+        try:  # what fails here, too, must end the channel, on which the trainer waits
+            from deltackpt_store.serve import serve
 
-        try:
             serve(Channel(self._control), lambda slots, slot_bytes: ring, io=io)
         except BaseException:
             self._last_words = traceback.format_exc()[-_TAIL_BYTES:]

@@ -114,7 +114,10 @@ def test_the_callback_for_lightning(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     def train(batches: int) -> None:
         names = prepared("Trainers that own the loop")
-        trainer = SimpleNamespace(global_step=0, optimizers=[names["optimizer"]])
+        trainer = SimpleNamespace(
+            global_step=0, optimizers=[names["optimizer"]],
+            lr_scheduler_configs=[SimpleNamespace(scheduler=names["scheduler"])],
+        )  # fmt: skip
         callback = names["SaveBatches"]("runs/store", every=1)
         callback.on_train_start(trainer, names["model"])
         for index in range(batches):
@@ -123,10 +126,13 @@ def test_the_callback_for_lightning(tmp_path: Path, monkeypatch: pytest.MonkeyPa
                 trainer.global_step += 1
             callback.on_train_batch_end(trainer, names["model"], None, None, index)
         callback.on_train_end(trainer, names["model"])
+        epochs.append(names["scheduler"].last_epoch)
 
     losses: list[float] = []
+    epochs: list[int] = []
     train(6)
     train(4)
+    assert epochs == [3, 5]
     assert deltackpt.steps("runs/store") == [1, 2, 3, 4, 5]
     unbroken = prepared("Trainers that own the loop")["train_step"]
     assert losses == [unbroken() for _ in range(5)]

@@ -539,6 +539,13 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: nn.Parameter(torch.ones(3).as_subclass(Subclass)), "as_subclass",
     ),
     "wrapper": (wrapper, "__tensor_flatten__"),
+    "frozen-subclass": (
+        lambda: nn.Parameter(torch.ones(3).as_subclass(Subclass), requires_grad=False),
+        r"if p\.requires_grad",
+    ),
+    "frozen-wrapper": (
+        lambda: nn.Parameter(wrapper(), requires_grad=False), r"if p\.requires_grad",
+    ),
     "uninitialized": (lambda: nn.LazyLinear(3), "forward pass"),
     "zero": (lambda: torch._efficientzerotensor(3), "clone"),
 }  # fmt: skip

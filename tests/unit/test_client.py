@@ -268,6 +268,17 @@ def test_an_interpreter_that_cannot_be_started_is_a_writer_error(
             WriterClient(tmp_path / "s", "main", seed=1, ring_bytes=1 << 20)
 
 
+def test_a_writer_thread_whose_package_is_gone_is_a_writer_error(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prevents: a training that waits for a thread which ended (the package was upgraded)."""
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "deltackpt_store.serve", None)
+        client = start(mode="thread").client
+        with pytest.raises(WriterError, match=r"(?s)a thread that ended.*deltackpt_store\.serve"):
+            client.ready(20)
+
+
 # what the store refuses ----------------------------------------------------------------------
 
 

@@ -70,3 +70,45 @@ def test_objects_are_not_asked_for_their_state(tmp_path: Path) -> None:
         assert counting.asked == 0
         ckpt.save(0)
     assert counting.asked == 1
+
+
+class _Metric(nn.Module):
+    """As one of torchmetrics: what it has counted are plain attributes, kept only on demand."""
+
+    def __init__(self, *, persistent: bool) -> None:
+        super().__init__()
+        self.total, self.persistent = torch.zeros(()), persistent
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return {"total": self.total} if self.persistent else {}
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_modules_of_which_nothing_is_saved_are_named(
+    tmp_path: Path, persistent: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Prevents: a metric that starts from nothing after a resume, without a word."""
+    state = {"metrics": [_Metric(persistent=persistent)], "loss": nn.MSELoss(), "act": nn.ReLU()}
+    with deltackpt.Checkpointer(tmp_path / "store", state, writer="thread"):
+        pass
+    told = [record.getMessage() for record in caplog.records if "is empty" in record.getMessage()]
+    assert len(told) == (0 if persistent else 1)
+    assert all("_Metric at 'metrics/0'" in line and "persistent(True)" in line for line in told)
+
+
+class _Prepared(DataLoader[int]):
+    """As accelerate's: it has a state_dict that not every loader below it can answer."""
+
+    def state_dict(self) -> dict[str, Any]:
+        raise AttributeError("'DataLoader' object has no attribute 'dl_state_dict'")
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise AttributeError
+
+
+def test_a_loader_that_cannot_give_its_state_is_told_how_to(tmp_path: Path) -> None:
+    state = {"loader": _Prepared([1, 2])}  # pyright: ignore[reportArgumentType]
+    ckpt = deltackpt.Checkpointer(tmp_path / "store", state, writer="thread", final=False)
+    with ckpt, pytest.raises(deltackpt.errors.StateError, match="StatefulDataLoader") as caught:
+        ckpt.save(0)
+    assert caught.value.context["path"] == "loader"
