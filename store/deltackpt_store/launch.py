@@ -25,7 +25,7 @@ from deltackpt_store.fileio import FileIO
 from deltackpt_store.protocol import Channel
 from deltackpt_store.ring import Ring
 
-_DEPENDENCIES = ("msgspec", "numpy", "blake3", "xxhash", "lz4", "lmdb")
+_DEPENDENCIES = ("blake3", "lmdb", "lz4", "msgspec", "numpy", "xxhash", "zstandard")
 _TAIL_BYTES = 4000
 
 

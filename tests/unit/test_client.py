@@ -36,6 +36,7 @@ from processes import ended
 from toy_trainer import CHUNK, SEED, ToyTrainer, check_run, state_at
 
 Start = Callable[..., ToyTrainer]
+DEPENDENCIES = ("blake3", "lmdb", "lz4", "msgspec", "numpy", "xxhash", "zstandard")
 SUPPORT = Path(__file__).parents[1] / "support"
 
 
@@ -94,13 +95,21 @@ def test_modules_in_the_working_directory_shadow_nothing(
     start(tmp_path / "a").save_now(0)
 
 
-def test_only_the_trainers_import_path_leads_to_the_package(tmp_path: Path) -> None:
+@pytest.mark.parametrize("apart", [False, True], ids=["together", "one folder for each"])
+def test_only_the_trainers_import_path_leads_to_the_package(tmp_path: Path, apart: bool) -> None:
     # An interpreter without site-packages: package and dependencies come from sys.path alone.
     script = tmp_path / "train.py"
-    packages = str(Path(msgspec.__file__).parents[1])
-    root = str(Path(deltackpt_store.__file__).parents[1])
+    packages = Path(msgspec.__file__).parents[1]
+    folders = [packages]
+    if apart:  # as build systems lay them out that unpack each distribution by itself
+        folders = [tmp_path / "apart" / name for name in DEPENDENCIES]
+        for folder in folders:
+            folder.mkdir(parents=True)
+            for found in packages.glob(f"{folder.name}*"):
+                (folder / found.name).symlink_to(found)
+    path = [str(Path(deltackpt_store.__file__).parents[1]), *map(str, folders), str(SUPPORT)]
     script.write_text(
-        f"import sys; sys.path += [{root!r}, {packages!r}, {str(SUPPORT)!r}]\n"
+        f"import sys; sys.path += {path!r}\n"
         "import os; os.chdir('/')\n"
         "from toy_trainer import *\n"
         "client = WriterClient(sys.argv[1], 'main', seed=SEED, ring_bytes=1 << 20,\n"
