@@ -4,8 +4,9 @@
     python tools/case_table.py --check    exit with 1 when that would change anything
 
 The rows are the document's own. A test under tests/ covers a case by a comment ``# case 52`` (or
-``# case 52, case 53``) in its body or above it. In the row of a case that no test names, the last
-column says why; that is kept as it is, and an empty one is an error.
+``# case 52, case 53``) in its body or above it; a file does as a whole by one above its imports. In
+the row of a case that no test names, the last column says why; that is kept as it is, and an empty
+one is an error.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _NUMBER = re.compile(r"\bcase (\d+)")
 
 
 class Mark(NamedTuple):
-    """A comment in `file` (relative to tests/) that says that `test` covers `case`."""
+    """A comment in `file` (relative to tests/): `test`, or all of it for "", covers `case`."""
 
     case: int
     file: str
@@ -38,16 +39,20 @@ class Mark(NamedTuple):
 def marks(file: Path) -> list[Mark]:
     """All marks of one test file, in its order."""
     text = file.read_text(encoding="utf-8")
+    tree = ast.parse(text)
     functions = [
         node
-        for node in ast.walk(ast.parse(text))
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test")
     ]
     functions.sort(key=lambda node: _start(node))
+    imports = (n.lineno for n in tree.body if isinstance(n, ast.Import | ast.ImportFrom))
+    top = next(imports, 0)
     found: list[Mark] = []
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.COMMENT and _COMMENT.match(token.string):
-            name = _owner(functions, token.start[0], column=token.start[1])
+            line, column = token.start
+            name = "" if line < top else _owner(functions, line, column=column)
             place = file.relative_to(ROOT / "tests").as_posix()
             found += [Mark(int(n), place, name) for n in _NUMBER.findall(token.string)]
     return found
@@ -60,7 +65,7 @@ def _start(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 def _owner(
     functions: list[ast.FunctionDef | ast.AsyncFunctionDef], line: int, *, column: int
 ) -> str:
-    """The outermost function around the line, or the next one that begins after it."""
+    """The outermost test around the line, or the next one that begins after it."""
     for node in functions:
         if column and _start(node) <= line <= (node.end_lineno or node.lineno):
             return node.name
@@ -77,9 +82,13 @@ def tests_by_case() -> dict[int, str]:
             if mark.test not in names:
                 names.append(mark.test)
     return {
-        case: "<br>".join(f"`{file}`: {', '.join(names)}" for file, names in files.items())
+        case: "<br>".join(_told(file, names) for file, names in files.items())
         for case, files in by_case.items()
     }
+
+
+def _told(file: str, names: list[str]) -> str:
+    return f"`{file}`" if "" in names else f"`{file}`: {', '.join(names)}"
 
 
 def rewrite(document: str, covered: dict[int, str]) -> tuple[str, list[str]]:

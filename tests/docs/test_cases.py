@@ -27,12 +27,24 @@ def test_marks_belong_to_the_test_around_or_below_them(
     file = tmp_path / "tests" / "unit" / "test_x.py"
     file.parent.mkdir(parents=True)
     file.write_text(
-        "import os\n# case 1, case 2: why\n@os.x\ndef test_a():\n    'case 9'\n    # case 3\n"
+        "# case 7\nimport os\ndef helper():\n    pass  # case 6\n"
+        "# case 1, case 2: why\n@os.x\ndef test_a():\n    'case 9'\n    # case 3\n"
         "    def inner():\n        pass  # case 4\n\n"
         "async def test_b():  # case 5\n    x = '# case 8'\n"
     )
     found = [(mark.case, mark.test) for mark in case_table.marks(file)]
-    assert found == [(1, "test_a"), (2, "test_a"), (3, "test_a"), (4, "test_a"), (5, "test_b")]
+    assert found[:2] == [(7, ""), (6, "test_a")]
+    assert found[2:] == [(n, "test_a") for n in (1, 2, 3, 4)] + [(5, "test_b")]
+
+
+def test_a_mark_above_the_imports_is_about_the_whole_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(case_table, "ROOT", tmp_path)
+    file = tmp_path / "tests" / "unit" / "test_x.py"
+    file.parent.mkdir(parents=True)
+    file.write_text("# case 7\nimport os\ndef test_a():\n    pass  # case 7, case 8\n")
+    assert case_table.tests_by_case() == {7: "`unit/test_x.py`", 8: "`unit/test_x.py`: test_a"}
 
 
 def test_rows_without_tests_keep_their_reason_and_need_one() -> None:

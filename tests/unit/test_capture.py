@@ -669,7 +669,6 @@ def test_sparse_tensors_that_no_load_would_take_are_refused(make: Callable[[], T
 
 
 def test_more_dimensions_than_a_manifest_holds_are_refused() -> None:
-    # case 5
     take({"t": torch.zeros([1] * 64)})
     with pytest.raises(InvalidInputError, match="65 dimensions") as caught:
         take({"t": torch.zeros([1] * 65)})

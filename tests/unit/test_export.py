@@ -415,7 +415,6 @@ def test_a_link_beside_a_report_is_not_written_through(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prevents: who may write to /tmp has a file of the user's overwritten."""
-    # case 162
     save_state(tmp_path / "store", {"w": torch.ones(3)})
     opened: list[str] = []
     monkeypatch.setattr(secrets, "token_hex", lambda size: opened.append("guessed") or "ab" * size)

@@ -230,7 +230,6 @@ def test_create_mode(tmp_path: Path) -> None:
 
 def test_what_a_group_may_do_holds_for_all_folders(tmp_path: Path) -> None:
     """Prevents: a store that a group shares, to which only the one who began can save."""
-    # case 85
     before = os.umask(0o022)
     try:
         store = Store.create(tmp_path / "s", mode=0o2770)
