@@ -15,6 +15,7 @@ import click
 import pytest
 from click.testing import CliRunner
 from deltackpt_tools.cli import cli
+from deltackpt_tools.exits import Exit
 
 import deltackpt
 
@@ -217,6 +218,23 @@ def test_the_commands_of_the_readme_exist() -> None:
             for option in [word for word in arguments if word.startswith("-")]:
                 known = [spelt for p in command.params for spelt in (*p.opts, *p.secondary_opts)]
                 assert option in known, line
+
+
+def test_the_pages_tell_of_every_command_option_and_exit_code() -> None:
+    page = (ROOT / "docs" / "cli.md").read_text()
+    told = page + (ROOT / "docs" / "inspect.md").read_text()
+    with click.Context(cli) as context:
+        for name in cli.list_commands(context):
+            command = cli.get_command(context, name)
+            assert command is not None
+            assert f"\ndeltackpt {name} " in page
+            assert f"\n### {name}\n" in page  # its document
+            for option in (p.opts[-1] for p in command.params if isinstance(p, click.Option)):
+                assert re.search(rf"{option}(?![\w-])", told), (name, option)
+    listed = {int(code) for code in re.findall(r"(?m)^\| (\d+) \|", page)}
+    row = re.search(r"^\| 130 \|.*$", page, flags=re.MULTILINE)
+    assert row is not None
+    assert listed | {int(code) for code in re.findall(r"(\d+):", row[0])} == set(Exit)
 
 
 def anchors(page: Path) -> set[str]:
