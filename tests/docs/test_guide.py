@@ -140,15 +140,25 @@ def test_the_callback_for_lightning(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def raised_kinds() -> set[tuple[str, str]]:
-    """Each class of error with a kind that the sources give it."""
+    """Each class of error with a kind that the sources give it, also by a constant or by wire."""
     found: set[tuple[str, str]] = set()
     for source in [*(ROOT / "deltackpt").rglob("*.py"), *(ROOT / "store").rglob("*.py")]:
-        for node in ast.walk(ast.parse(source.read_text())):
-            if not isinstance(node, ast.Call):
+        tree = ast.parse(source.read_text())
+        constants = {target.id: node.value for node in tree.body if isinstance(node, ast.Assign)
+                     for target in node.targets if isinstance(target, ast.Name)}  # fmt: skip
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call):
+                name = getattr(node.func, "id", getattr(node.func, "attr", ""))
+                kinds = [keyword.value for keyword in node.keywords if keyword.arg == "kind"]
+            elif isinstance(node, ast.Dict):
+                keys = [getattr(key, "value", None) for key in node.keys]
+                entries = dict(zip(keys, node.values, strict=True))
+                name = getattr(entries.get("type"), "value", "")
+                kinds = [entries["kind"]] if "kind" in entries else []
+            else:
                 continue
-            name = getattr(node.func, "id", getattr(node.func, "attr", ""))
-            words = [word for keyword in node.keywords if keyword.arg == "kind"
-                     for word in ast.walk(keyword.value)]  # fmt: skip
+            kinds = [constants.get(getattr(kind, "id", ""), kind) for kind in kinds]
+            words = [word for kind in kinds for word in ast.walk(kind)]
             found |= {(name, str(word.value)) for word in words if isinstance(word, ast.Constant)}
     return found
 
