@@ -7,7 +7,7 @@ parameters behind the numbers are recorded under "#params", and matched on resto
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from deltackpt_store.errors import MismatchError
@@ -87,18 +87,6 @@ def _wrapped_child(module: nn.Module) -> str | None:
         return "module"
     children = module._modules  # pyright: ignore[reportPrivateUsage]
     return next((name for name in _WRAPPED if name in children), None)
-
-
-def canonical_names(module: nn.Module) -> dict[str, str]:
-    """state_dict key of each parameter and buffer -> the key without wrappers."""
-    renamed = canonical_prefixes(module)
-    out: dict[str, str] = {}
-    for name, child in _modules_of(module):
-        keys: Iterable[str] = [*child._parameters, *child._buffers]  # pyright: ignore
-        for key in keys:
-            prefix = renamed[name]
-            out[f"{name}.{key}" if name else key] = f"{prefix}.{key}" if prefix else key
-    return out
 
 
 def align(

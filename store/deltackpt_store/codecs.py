@@ -86,10 +86,6 @@ def registered() -> tuple[Codec, ...]:
     return tuple(_codecs[number] for number in sorted(_codecs))
 
 
-def is_known(codec: int) -> bool:
-    return codec in _codecs
-
-
 def name_of(codec: int) -> str:
     """Display name of a codec id, also for ids this release does not know."""
     known = _codecs.get(codec)

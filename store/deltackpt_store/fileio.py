@@ -19,7 +19,6 @@ import os
 import secrets
 import stat
 from collections.abc import Sequence
-from typing import Protocol
 
 from deltackpt_store import direct
 from deltackpt_store.descriptors import above_standard
@@ -270,10 +269,6 @@ def still_named(path: str, handle: int) -> bool:
         return False
     mine = os.fstat(handle)
     return (there.st_dev, there.st_ino) == (mine.st_dev, mine.st_ino)
-
-
-class HasIO(Protocol):
-    io: FileIO
 
 
 def read_file(io: FileIO, path: str, limit: int) -> bytes:

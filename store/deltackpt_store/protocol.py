@@ -160,13 +160,11 @@ class Close(msgspec.Struct, frozen=True, tag="close"):
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
-    """The store is open and the run is held. `head` fields describe the run's newest commit."""
+    """The store is open and the run is held by process `pid`. `head_step`: the newest step."""
 
     store_uuid: str
     pid: int
-    head_number: int | None = None
     head_step: int | None = None
-    head_digest: bytes | None = None
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):

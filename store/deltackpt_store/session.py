@@ -184,10 +184,8 @@ class RunWriter:
 
     def ready(self) -> protocol.Ready:
         head = self._lineage.head
-        uuid = self._store.uuid.hex()
-        if head is None:
-            return protocol.Ready(uuid, os.getpid())
-        return protocol.Ready(uuid, os.getpid(), head.number, head.step, head.digest)
+        step = None if head is None else head.step
+        return protocol.Ready(self._store.uuid.hex(), os.getpid(), step)
 
     # begin -------------------------------------------------------------------------------------
 

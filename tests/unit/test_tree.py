@@ -411,9 +411,6 @@ def test_names_of_parameters() -> None:
     }
     wrapped = {"model": Wrapper(nn.DataParallel(model)), "opts": [optimizer]}
     assert params.names_of(wrapped) == {"opts/0": ["model/b", "model/a", None]}
-    assert params.canonical_names(wrapped["model"]) == {
-        "_orig_mod.module.a": "a", "_orig_mod.module.b": "b",
-    }  # fmt: skip
     taken = rebuild(take(wrapped))
     assert taken["#params"] == {"opts/0": ["model/b", "model/a", None]}
 

@@ -14,8 +14,6 @@ import pickle
 import struct
 from collections.abc import Callable, Iterable
 
-Emit = Callable[[], None]
-
 # Callables that torch.load(weights_only=True) allows; anything else needs weights_only=False.
 SAFE_GLOBALS = frozenset(
     {"collections.OrderedDict", "collections.Counter", "torch.nn.parameter.Parameter",
