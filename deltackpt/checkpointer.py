@@ -449,7 +449,8 @@ class Checkpointer:
         With `final`, the newest step passed to :meth:`step` is saved once when it was not saved:
         it is the state *now* that is saved, under that step and with the metrics it was passed
         with, so close right after the loop. Raises the first
-        failure that nobody was told yet, after everything has been released.
+        failure that nobody was told yet, after everything has been released. When it was
+        interrupted (Ctrl-C), call it again: it ends what is left.
         """
         self._calls.check_process()
         if self._released:

@@ -7,8 +7,10 @@
 `SlowIO`               a file layer that waits before chosen calls
 `killed_at`            runs an operation in a child that is killed at its n-th file call
 `check_mutants`        damages files, and demands the right content or an error
+`FileLayerContract`    what a file layer must do to hold a store, as a class of tests for pytest
 """
 
+from deltackpt_store.testing.conformance import FileLayerContract
 from deltackpt_store.testing.corruption import Mutant, Verdict, check_mutants, damaged, mutants
 from deltackpt_store.testing.failing import CALLS, CHANGES, FailingIO, ShortIO, SlowIO
 from deltackpt_store.testing.killing import Death, KillingIO, killed_at
@@ -26,6 +28,7 @@ __all__ = [
     "CrashStates",
     "Death",
     "FailingIO",
+    "FileLayerContract",
     "KillingIO",
     "Mutant",
     "ShortIO",
