@@ -20,7 +20,7 @@ that differs from xxhash's, a restored byte that differs, a context on an unused
 the tool works, its figures mean nothing.
 
 Needs torch >= 2.11 (a CUDA or ROCm build, which brings triton 3.6 or newer) and these wheels, to be
-carried along where there is no network: numpy xxhash blake3 lz4 lmdb msgspec click.
+carried along where there is no network: numpy xxhash lz4 zstandard lmdb blake3 msgspec click.
 """
 
 # pyright: basic

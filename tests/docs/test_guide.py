@@ -7,6 +7,7 @@ import inspect
 import re
 import shlex
 import signal
+import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -245,6 +246,15 @@ def test_the_pages_tell_of_every_command_option_and_exit_code() -> None:
     row = re.search(r"^\| 130 \|.*$", page, flags=re.MULTILINE)
     assert row is not None
     assert listed | {int(code) for code in re.findall(r"(\d+):", row[0])} == set(Exit)
+
+
+def test_the_gpu_check_names_what_must_be_carried_along() -> None:
+    text = (ROOT / "tools" / "gpu_check.py").read_text()
+    named = re.search(r"carried along where there is no network: ([\w ]+)\.", text)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    needed = {one.partition(">")[0] for one in project["dependencies"]}
+    assert named is not None
+    assert {*named[1].split(), "torch"} == needed
 
 
 def anchors(page: Path) -> set[str]:

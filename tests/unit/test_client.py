@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import threading
+import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,8 @@ from processes import ended
 from toy_trainer import CHUNK, SEED, ToyTrainer, check_run, state_at
 
 Start = Callable[..., ToyTrainer]
-DEPENDENCIES = ("blake3", "lmdb", "lz4", "msgspec", "numpy", "xxhash", "zstandard")
+PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+DEPENDENCIES = {one.partition(">")[0] for one in PROJECT["dependencies"]} - {"torch", "click"}
 SUPPORT = Path(__file__).parents[1] / "support"
 
 
