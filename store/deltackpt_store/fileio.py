@@ -94,6 +94,7 @@ class FileIO:
         os.fdatasync(handle)
 
     def close(self, handle: int) -> None:
+        """Give the handle, and a lock that it has, back. Makes nothing durable."""
         os.close(handle)
 
     def link(self, source: str, target: str) -> None:
@@ -108,6 +109,7 @@ class FileIO:
         os.replace(source, target)
 
     def unlink(self, path: str) -> None:
+        """Remove the name; who has the file open can go on reading it."""
         os.unlink(path)
 
     def sync_directory(self, path: str) -> None:
@@ -119,12 +121,15 @@ class FileIO:
             os.close(handle)
 
     def mkdir(self, path: str) -> None:
+        """Make one directory; ``FileExistsError`` when the name is taken."""
         os.mkdir(path)
 
     def chmod(self, path: str, mode: int) -> None:
+        """Give `path` these permission bits."""
         os.chmod(path, mode)
 
     def rmdir(self, path: str) -> None:
+        """Remove an empty directory; ``OSError`` when it is not empty."""
         os.rmdir(path)
 
     # locks ---------------------------------------------------------------------------------
@@ -163,6 +168,7 @@ class FileIO:
             return open_regular(path, os.O_RDONLY)
 
     def size(self, handle: int) -> int:
+        """Bytes of the file, as far as they have been written."""
         return os.fstat(handle).st_size
 
     def read_into(self, handle: int, buffers: Sequence[bytearray | memoryview], offset: int) -> int:
@@ -194,6 +200,7 @@ class FileIO:
         return True
 
     def free_bytes(self, path: str) -> int:
+        """Bytes that may still be written where `path` lies."""
         status = os.statvfs(path)
         return status.f_bavail * status.f_frsize
 

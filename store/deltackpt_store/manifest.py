@@ -75,13 +75,16 @@ class ExtentSpec(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def inline(self) -> bool:
+        """Whether its bytes are in the manifest itself: at most `INLINE_BYTES`."""
         return self.nbytes <= INLINE_BYTES
 
     @property
     def chunk_count(self) -> int:
+        """Number of its chunks; 0 when inline."""
         return 0 if self.inline else -(-self.nbytes // self.chunk_bytes)
 
     def chunk_length(self, index: int) -> int:
+        """Bytes of chunk `index`."""
         return min(self.chunk_bytes, self.nbytes - index * self.chunk_bytes)
 
 

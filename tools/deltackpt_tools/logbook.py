@@ -76,12 +76,15 @@ class RunLog:
 
 @dataclass(frozen=True, slots=True)
 class Log:
+    """The commits of all runs asked for; `damaged_pins` are (path in the store, reason)."""
+
     store: str
     runs: tuple[RunLog, ...]
     damaged_pins: tuple[tuple[str, str], ...]
 
     @property
     def damaged(self) -> tuple[tuple[str, str], ...]:
+        """(path in the store, reason) of every pin and commit that could not be read."""
         return self.damaged_pins + tuple(bad for run in self.runs for bad in run.damaged)
 
     def to_dict(self) -> dict[str, Any]:

@@ -63,6 +63,8 @@ class StepBytes:
 
 @dataclass(frozen=True, slots=True)
 class Usages:
+    """Where the bytes of a store are; docs/cli.md (`du`) tells what each figure counts."""
+
     store: str
     total_bytes: int
     referenced_bytes: int

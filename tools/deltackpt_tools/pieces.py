@@ -63,6 +63,8 @@ class ChunkOfTensor:
 
 @dataclass(frozen=True, slots=True)
 class TensorDetails:
+    """One tensor of one step, chunk by chunk."""
+
     store: str
     run: str
     step: int
@@ -99,6 +101,8 @@ class Use:
 
 @dataclass(frozen=True, slots=True)
 class ChunkDetails:
+    """One chunk of `bytes` raw bytes: where it lies, and which tensors of which steps hold it."""
+
     store: str
     id: str
     bytes: int

@@ -52,6 +52,8 @@ class Health:
 
 @dataclass(frozen=True, slots=True)
 class Report:
+    """Everything the page shows; `made` is when, in Unix seconds."""
+
     store: str
     made: float
     runs: tuple[RunSurvey, ...]

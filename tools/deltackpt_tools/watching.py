@@ -53,6 +53,8 @@ class RunState:
 
 @dataclass(frozen=True, slots=True)
 class StoreState:
+    """What the newest commits tell of the trainings that save; `time` in Unix seconds."""
+
     store: str
     time: float
     in_flight_bytes: int
