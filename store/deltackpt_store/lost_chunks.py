@@ -86,6 +86,27 @@ def _lose_dependents(packs: PackSet, lost: Lost, scan: bool) -> None:
                 grown = True
 
 
+def unaccounted(packs: PackSet, lost: Lost) -> set[bytes]:
+    """Those of `lost` that are gone with a whole pack, or of which all records are coded against
+    such: no record that lies in an intact pack and is damaged itself accounts for them."""
+    told: set[bytes] = set()
+
+    def there(ref: bytes) -> bool:
+        listed = packs.index.get(ref) is not None or bool(packs.salvage(ref))
+        return ref in told or (ref not in lost and listed)
+
+    grown = True
+    while grown:
+        more = {
+            chunk_id
+            for chunk_id in lost.keys() - told
+            if any(all(map(there, place.refs)) for place in packs.index.locations(chunk_id))
+        }
+        grown = bool(more)
+        told |= more
+    return lost.keys() - told
+
+
 def read_back(
     packs: PackSet, hints: Iterable[str], ids: Ids, lengths: NDArray[np.int64], known: Lost,
     threads: int | None,

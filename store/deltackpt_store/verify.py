@@ -20,7 +20,7 @@ from deltackpt_store.errors import (
 )
 from deltackpt_store.impact import DamageMap, NeededChunks
 from deltackpt_store.linked import LINKED, linked_folders
-from deltackpt_store.lost_chunks import Lost, lost_chunks, read_back
+from deltackpt_store.lost_chunks import Lost, lost_chunks, read_back, unaccounted
 from deltackpt_store.lost_commits import LOST, lost_commits, read_boundary
 from deltackpt_store.manifest import Commit, Ids
 from deltackpt_store.names import is_digest_name, parse_number
@@ -158,7 +158,7 @@ class _Verification:
         self._closure: set[str] = set()
         self._needed = NeededChunks()
         self._bad_packs: dict[str, DeltackptError] = {}
-        self._hurt: set[str] = set()  # packs named by steps that lost something
+        self._hurt: set[str] = set()  # packs with which something went that a step needs
 
     def _found(
         self,
@@ -417,13 +417,14 @@ class _Verification:
         if not lost:
             return hits, blamed
         unlisted = {i for i in lost if i not in known and self._packs.index.get(i) is None}
+        gone_with_packs = unaccounted(self._packs, lost)
         mapping = DamageMap(set(lost))
         for place, commit in enumerate(self._commits):
             snapshot = self._store.snapshot(commit)
             culprits = self._bad_packs.keys() & set(snapshot.packs)
             gone: dict[str, None] = {}
             found = mapping.hits(snapshot)
-            if found:
+            if not gone_with_packs.isdisjoint(found):
                 self._hurt.update(snapshot.packs)
             for chunk_id, paths in found.items():
                 if culprits and chunk_id in unlisted:

@@ -458,6 +458,42 @@ def test_what_collection_leaves_is_no_damage(collected: SmallStore, level: Any) 
     assert verify(collected.store, level=level, run="main").ok
 
 
+@pytest.mark.parametrize("level", ["records", "chunks", "restore"])
+def test_damage_elsewhere_blames_no_collected_pack(collected: SmallStore, level: Any) -> None:
+    """Prevents: beside one damaged chunk, all packs that collection took count as damaged."""
+    newest = collected.store.head("main")
+    needed = collected.store.snapshot(newest).chunks[0][1].tobytes()
+    flip(*blobs(collected.store)[needed][:2])
+    report = verify(collected.store, level=level)
+    assert {(f.kind, f.name) for f in report.findings} == {("chunk", needed.hex())}
+    assert ("main", newest.step) in report.damaged_steps
+    assert [n for n in report.notes if n.kind == "pack"]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_lost_pack_is_blamed_beside_damage_elsewhere(tmp_path: Path, level: Any) -> None:
+    """Prevents: a damaged chunk hides that a whole pack is gone, also one that holds but what
+    others are coded against."""
+    small = SmallStore(tmp_path / "store")
+    small.writer._output.pack_bytes = 1  # a pack for each chunk
+    commit = small.save("main", 1, {"a": pattern(3 * CHUNK // 4), "b": pattern(CHUNK // 4, 1)})
+    first, second, third = (row.tobytes() for row in small.store.snapshot(commit).chunks[0])
+    places = blobs(small.store)
+    flip(*places[first][:2])
+    base = pack_name("bb" * 8, 1)
+    pack = PackWriter(FileIO(), pack_path(small.path, base), small.store.uuid, "bb" * 8, 1)
+    gone = blake3(b"gone").digest()
+    pack.append(second, CHUNK, Encoded(2, b"", (gone,), [b"whatever"]))
+    pack.finish()
+    lost = {str(places[one][0].relative_to(small.path)) for one in (second, third)}
+    for one in lost:
+        Path(small.path, one).unlink()
+    report = verify(small.store, level=level)
+    assert {f.name for f in report.findings if f.kind == "pack"} == lost
+    assert report.damaged_steps == [("main", 1)]
+    small.close()
+
+
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_pinned_step_is_checked_though_it_is_retired(collected: SmallStore, level: Any) -> None:
     """Prevents: damage of a step that only a pin keeps goes unnoticed."""
