@@ -40,6 +40,7 @@ from deltackpt_store.generation import (
     tidy_generations,
 )
 from deltackpt_store.linked import linked_folders
+from deltackpt_store.location import remove_dead_probes
 from deltackpt_store.lost_commits import lost_commits, refuse_lost
 from deltackpt_store.mark import Marking, mark
 from deltackpt_store.names import RETIRED_SUFFIX, number_name, pack_path
@@ -63,6 +64,13 @@ _log = logging.getLogger("deltackpt.store.gc")
 Progress = Callable[[str, int, int], None]
 """Called with (what is being done, done, total) by the thread that collects."""
 
+_MEND = "`deltackpt verify` tells what is hit, `deltackpt repair --from` mends what a copy has"
+_NEWER = "save newer steps, and take the damaged ones off the list with `deltackpt retain`"
+_LAST_RESORT = {
+    **dict.fromkeys(("missing-chunk", "missing-manifest", "damaged-manifest", "pack"), _NEWER),
+    "damaged-commit": "move that file out of the store, and give the step up with `deltackpt gc"
+    " --accept-lost`",
+}
 _FEW_PACKS = 500
 """Condemned at a time when the record of all does not fit onto a full disk."""
 
@@ -130,10 +138,19 @@ def collect(
                 report = _added(report, collection.run(wait or patience(timeout)))
             make_reserve(store.io, store.path)
             return report
+    except CorruptionError as error:
+        error.hint = _way_out(error)
+        raise
     except OSError as error:
         if isinstance(error, DeltackptError):
             raise
         raise storage_error(error, "collect garbage in", store.path) from error
+
+
+def _way_out(error: CorruptionError) -> str | None:
+    """What to do about damage in the way of a collection, also where no copy has what is lost."""
+    last = _LAST_RESORT.get(error.kind or "")
+    return error.hint if last is None else f"{_MEND}; if nothing has it, {last}"
 
 
 class _Collection:
@@ -332,6 +349,7 @@ class _Collection:
         """Remove what earlier collections and dead processes left; best effort."""
         leases.remove_acks(self._io, self._root)
         tidy_generations(self._io, self._root, newest)
+        remove_dead_probes(self._io, f"{self._root}/{CACHE}")
         with contextlib.suppress(OSError):
             leases.held_commits(self._io, self._root, clean=True)
 

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import msgspec
 
 from deltackpt_store.errors import StorageError
-from deltackpt_store.fileio import FileIO, make_directories, read_file, replace_bytes
+from deltackpt_store.fileio import FileIO, is_link, make_directories, read_file, replace_bytes
 from deltackpt_store.localfs import filesystem_type, may_map
 from deltackpt_store.manifest_io import digest_of
 from deltackpt_store.oserror import FULL
@@ -29,6 +29,7 @@ from deltackpt_store.oserror import FULL
 _log = logging.getLogger("deltackpt.store")
 
 PROBE_PREFIX = "probe-"
+_ALIVE = "alive"
 _MAGIC = b"DCKPTLC\x01"
 _CANNOT_TRY = frozenset((errno.EROFS, errno.EACCES, errno.EPERM, *FULL))
 _TRY_LOCK = (
@@ -113,16 +114,43 @@ def probe(io: FileIO, directory: str, *, other_process: bool = False) -> list[Pr
     OSError when nothing can be tried there (read-only, no permission, full).
     """
     make_directories(io, directory)
+    remove_dead_probes(io, directory)
     folder = f"{directory}/{PROBE_PREFIX}{secrets.token_hex(6)}"
     io.mkdir(folder)
+    alive: int | None = None
     try:
+        with contextlib.suppress(OSError):  # no locks: nobody removes it, then
+            alive = io.lock(f"{folder}/{_ALIVE}", create=True)
         return _Probe(io, folder).run(other_process)
     finally:
-        with contextlib.suppress(OSError):
-            for name in io.list(folder):
-                with contextlib.suppress(OSError):
-                    (io.rmdir if name == "dir" else io.unlink)(f"{folder}/{name}")
-            io.rmdir(folder)
+        _remove(io, folder)
+        if alive is not None:
+            io.close(alive)
+
+
+def remove_dead_probes(io: FileIO, directory: str) -> None:
+    """Remove what probes in `directory` left that were killed; best effort.
+
+    One that is under way holds a lock in its folder: without its files it would find the file
+    system wanting. Folders without that file, of a probe where there are no locks, stay.
+    """
+    with contextlib.suppress(OSError):
+        for name in io.list(directory):
+            folder = f"{directory}/{name}"
+            if not name.startswith(PROBE_PREFIX) or is_link(folder):
+                continue
+            with contextlib.suppress(OSError):
+                handle = io.lock(f"{folder}/{_ALIVE}")
+                _remove(io, folder)
+                io.close(handle)
+
+
+def _remove(io: FileIO, folder: str) -> None:
+    with contextlib.suppress(OSError):
+        for name in sorted(io.list(folder), key=_ALIVE.__eq__):  # the lock goes last
+            with contextlib.suppress(OSError):
+                (io.rmdir if name == "dir" else io.unlink)(f"{folder}/{name}")
+        io.rmdir(folder)
 
 
 class _Probe:

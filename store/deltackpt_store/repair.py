@@ -2,6 +2,7 @@
 
 What is damaged is what `verify` finds. Then, under the lock of garbage collection::
 
+    folders   those that are gone whole are made again (`repair_folders`)
     records   commits, manifests, pins (and FORMAT) that a copy holds change over in one step; the
               damaged file has a name in the quarantine before
     chunks    all that the damaged packs hold, and all that is missing, is written into new packs,
@@ -61,6 +62,7 @@ from deltackpt_store.oserror import DAMAGE, storage_error
 from deltackpt_store.pack import pack_path as pack_path_in
 from deltackpt_store.pack import read_footer
 from deltackpt_store.quarantine import set_aside
+from deltackpt_store.repair_folders import mend_folders
 from deltackpt_store.repair_lost import LostRepair
 from deltackpt_store.repair_packs import PackRepair
 from deltackpt_store.repair_records import Left, Mended, RecordRepair, mend_format
@@ -231,9 +233,15 @@ class _Repair:
         return Store(self._root, self._io, self._format)
 
     def run(self, wait: Wait, progress: Progress | None, threads: int | None) -> RepairReport:
+        folders = mend_folders(self._fresh(), self._others, dry_run=self._dry_run)
+        self._mended += folders
         found = len(self._mended)
+        if self._dry_run and any(one.name == "runs" for one in folders):
+            return self._report(found, PackRepair(self._fresh(), (), (), ""), [], [])
         before = verify(self._fresh(), level="chunks", progress=progress, threads=threads)
+        made = {folder.name for folder in folders}
         findings = [f for f in before.findings if f.kind != "format" and f.reason != LOST]
+        findings = [f for f in findings if not (f.kind == "store" and f.name in made)]
         left = self._mend_records(findings) if findings else []
         gone = LostRepair(self._fresh(), self._others, dry_run=self._dry_run)
         if not (findings or gone.found):

@@ -25,10 +25,13 @@ from deltackpt_store.errors import (
 )
 from deltackpt_store.fileio import refuse_link
 from deltackpt_store.history import Commits
+from deltackpt_store.impact import NeededChunks
 from deltackpt_store.leases import held_commits
+from deltackpt_store.lost_chunks import lost_chunks
 from deltackpt_store.manifest import Commit
 from deltackpt_store.names import RETIRED_SUFFIX, number_name
 from deltackpt_store.oserror import storage_error
+from deltackpt_store.pack_set import PackSet
 from deltackpt_store.reserve import with_reserve
 from deltackpt_store.store import Store
 
@@ -274,14 +277,10 @@ def _pins(store: Store) -> Collection[Any]:
 
 def _newest_restorable(store: Store, commits: Commits, run: str) -> Commit:
     """The newest commit of which every part is there, as far as tables tell."""
-    from deltackpt_store.mark import mark
-    from deltackpt_store.roots import Roots
-
     failure: Exception | None = None
     for commit in reversed(commits):
         try:
-            store.snapshot(commit)
-            mark(store, Roots(commits={(run, commit.number): commit}))
+            _check_whole(store, commit)
         except (CorruptionError, UnsupportedFormatError) as error:
             failure = error
         else:
@@ -294,3 +293,20 @@ def _newest_restorable(store: Store, commits: Commits, run: str) -> Commit:
             run=run,
         ) from failure
     return store.head(run)  # raises what tells that there is none
+
+
+def _check_whole(store: Store, commit: Commit) -> None:
+    """CorruptionError, UnsupportedFormatError when tables tell that something of it is gone.
+
+    Looks into the packs that it names; into all only when something lies elsewhere.
+    """
+    from deltackpt_store.mark import mark
+    from deltackpt_store.roots import Roots
+
+    snapshot = store.snapshot(commit)
+    needed = NeededChunks()
+    needed.add(snapshot)
+    packs = PackSet(store.io, store.path, store.uuid)
+    packs.load(snapshot.packs)
+    if lost_chunks(packs, *needed.get(), (), scan=False):
+        mark(store, Roots(commits={(commit.run, commit.number): commit}))

@@ -203,6 +203,10 @@ def test_an_impossible_check_counts_as_none(store: Store, odd: dict[str, float])
     }
     body = _MAGIC + msgspec.msgpack.encode(_File(store.uuid, checks))
     Path(f"{store.path}/cache/verified").write_bytes(body + digest_of(body))
+    for bare in ("10", "1h30", "0.5"):
+        refused = CliRunner().invoke(cli, ["verify", store.path, "--budget", bare])
+        assert refused.exit_code == 2, "seconds, or bytes?"
+        assert "say the unit" in refused.stderr
     done = CliRunner().invoke(cli, ["verify", store.path, "--budget", "1GB"])
     assert done.exit_code == 0, done.output
     assert sorted(numbers(store).values()) == [1] * PACKS

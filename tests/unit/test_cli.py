@@ -681,6 +681,11 @@ def test_ctrl_c_gives_code_130(store: Fixture, monkeypatch: pytest.MonkeyPatch) 
     result = run("log", store.path)
     assert result.exit_code == 130
     assert "Traceback" not in result.output
+    result = run("log", store.path, "--json")
+    assert result.exit_code == 130
+    document = json.loads(result.stdout)
+    assert (document["format"], document["exit_code"]) == ("deltackpt.error/1", 130)
+    assert document["error"]["kind"] == "interrupted"
 
 
 # processes --------------------------------------------------------------------------------------

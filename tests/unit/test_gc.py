@@ -24,6 +24,7 @@ from authors import (
     check_everything,
     chunk_of,
     collected,
+    id_of,
     words_in,
 )
 from deltackpt_store import leases, reserve
@@ -45,7 +46,7 @@ from deltackpt_store.mark import mark
 from deltackpt_store.names import number_name, pack_path
 from deltackpt_store.pack_writer import PackWriter
 from deltackpt_store.protocol import Abort, NeedSlots
-from deltackpt_store.retention import retire
+from deltackpt_store.retention import Keep, apply, retire
 from deltackpt_store.roots import read_roots
 from deltackpt_store.store import Store
 
@@ -251,6 +252,47 @@ def test_a_listing_that_fails_is_not_an_empty_one(
     held.release()
 
 
+@pytest.mark.parametrize("what", ["pack", "manifest", "commit"])
+def test_the_way_out_of_damage_without_a_copy_is_told_and_works(
+    store: Store, new: Callable[..., Author], what: str
+) -> None:
+    """Prevents: the newest step is damaged, nothing has a copy, and nothing is ever collected
+    again, or files are deleted by hand to get there."""
+    author = new()
+    author.save(1, ["a"])
+    newest = author.save(2, ["b"])
+    place = store.index().get(id_of("b"))
+    assert place is not None
+    record = Path(store.path, "runs/main", number_name(newest.number))
+    victim = {
+        "pack": Path(store.packs.path(place.pack)),
+        "manifest": Path(store.path, "manifests", newest.manifest.hex()),
+        "commit": record,
+    }[what]
+    if what == "pack":
+        victim.unlink()
+    else:
+        victim.write_bytes(victim.read_bytes()[:-1])
+    author.close()
+    with pytest.raises(CorruptionError) as caught:
+        collect(store)
+    hint = caught.value.hint or ""
+    assert "deltackpt repair --from" in hint
+    author = new("another")
+    author.save(3, ["c"], number=newest.number + 1)
+    author.close()
+    if what == "commit":
+        assert "--accept-lost" in hint
+        record.unlink()
+        collect(store, accept_lost=True)
+    else:
+        assert "deltackpt retain" in hint
+        apply(Store.open(store.path), "main", Keep(last=1))
+        collect(store)
+    assert [commit.step for commit in Store.open(store.path).commits("main")][-1] == 3
+    assert collect(store).nothing
+
+
 def test_a_lost_directory_of_pins_is_not_an_empty_one(
     store: Store, new: Callable[..., Author]
 ) -> None:
@@ -360,6 +402,7 @@ def test_what_a_save_in_flight_builds_upon_is_pardoned(
     with_garbage(store, new)
     session = Session(store, "main", IO)
     save = session.begin(3, ["garbage", "more"])
+    session.writer.relieve()  # what was staged is looked up and stored
     report = collected(store, session)
     assert report.pardoned
     committed = session.finish(save)

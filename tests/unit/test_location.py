@@ -13,6 +13,7 @@ from deltackpt_store import location
 from deltackpt_store import store as store_module
 from deltackpt_store.errors import InvalidInputError, StorageError
 from deltackpt_store.fileio import FileIO
+from deltackpt_store.gc import collect
 from deltackpt_store.location import Primitive, check_location, probe
 from deltackpt_store.store import Store
 from deltackpt_tools.cli import cli
@@ -152,6 +153,23 @@ def test_a_creation_that_was_killed_while_it_tried_is_no_hindrance(tmp_path: Pat
     (tmp_path / "other/cache/mine").mkdir(parents=True)
     with pytest.raises(InvalidInputError):
         Store.create(tmp_path / "other")
+
+
+def test_what_killed_probes_left_is_removed(tmp_path: Path) -> None:
+    """Prevents: folders of probes that were killed stay for ever, or the one of a probe that is
+    under way is taken from it, which then finds that names can be given twice."""
+    store = Store.create(tmp_path / "store")
+    cache = tmp_path / "store/cache"
+    for name in ("probe-dead", "probe-live"):
+        (cache / name / "dir").mkdir(parents=True)
+        (cache / name / "a").touch()
+        (cache / name / "alive").touch()
+    held = FileIO().lock(f"{cache}/probe-live/alive")
+    collect(store)
+    assert {p.name for p in cache.iterdir() if p.is_dir()} == {"probe-live"}
+    os.close(held)
+    assert all(primitive.works for primitive in probe(FileIO(), str(cache)))
+    assert not [p for p in cache.iterdir() if p.is_dir()]
 
 
 @pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES, errno.ENOSPC])

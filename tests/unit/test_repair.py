@@ -503,6 +503,34 @@ def test_collection_works_after_a_repair_and_leaves_the_quarantine_alone(
     check_whole(store, *commits[1:])
 
 
+@pytest.mark.parametrize("folder", ["runs", "pins", "packs", "manifests"])
+def test_a_lost_folder_comes_from_a_copy(
+    store: Store, new: Callable[..., Author], folder: str
+) -> None:
+    """Prevents: a store that has lost a whole folder cannot be repaired, or it comes back empty and
+    collection takes all that it kept."""
+    author = new()
+    first, second = author.save(1, ["a", "b"]), author.save(2, ["a", "c"])
+    store.pin("best", first)
+    author.close()
+    copy = copy_of(store)
+    whole = tree(store.path)
+    shutil.rmtree(f"{store.path}/{folder}")
+    if folder == "runs":
+        with pytest.raises(CorruptionError, match="lost its directory runs"):
+            repair(store)
+    would = repair(store, sources=[copy], dry_run=True)
+    assert not os.path.exists(f"{store.path}/{folder}")
+    assert would.found
+    report = repair(store, sources=[copy])
+    assert report.ok, report
+    assert would.ok
+    check_whole(store, first, second)
+    assert store.pinned("best") == first
+    if folder != "packs":  # whose chunks come in packs of another name
+        assert whole.items() <= tree(store.path).items()
+
+
 @pytest.mark.parametrize("kind", ["pack", "commit", "manifest", "pin"])
 def test_a_directory_in_the_place_of_a_file_is_moved_aside(
     store: Store, new: Callable[..., Author], kind: str

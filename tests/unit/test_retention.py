@@ -17,8 +17,10 @@ from deltackpt_store.fileio import FileIO
 from deltackpt_store.gc import collect
 from deltackpt_store.leases import hold
 from deltackpt_store.manifest import Commit
+from deltackpt_store.mark import mark
 from deltackpt_store.protocol import Retired
 from deltackpt_store.retention import Keep, apply, keep_of, retire
+from deltackpt_store.roots import read_roots
 from deltackpt_store.store import Store
 
 HOUR = 3600.0
@@ -38,6 +40,15 @@ def author(store: Store) -> Iterator[Author]:
 
 def saved(author: Author, steps: Sequence[int]) -> list[Commit]:
     return [author.save(step, ["same", f"step {step}"]) for step in steps]
+
+
+def others(store: Store, runs: int) -> list[str]:
+    """Runs of one step each; the packs of the last one's."""
+    for number in range(runs):
+        author = Author(store, f"other{number}")
+        author.save(1, [f"other {number}"])
+        author.close()
+    return sorted(store.snapshot(store.head(f"other{runs - 1}")).packs) if runs else []
 
 
 def left(store: Store, run: str = "main") -> list[int]:
@@ -385,8 +396,10 @@ def test_a_pack_that_is_collected_meanwhile_is_not_missed(store: Store, author: 
     saved(author, range(3))
     for path in superseded:
         path.write_bytes(b"of no matter")
-    assert taken(Store.open(store.path, io=Collected()), Keep(last=1)) == [0, 1]
+    marking = mark(Store.open(store.path, io=Collected()), read_roots(store))
     assert not any(path.exists() for path in superseded)
+    assert marking.keeping() == set(Store.open(store.path).packs.names())
+    assert taken(store, Keep(last=1)) == [0, 1]
 
 
 def test_a_pack_that_is_listed_and_not_there_stops_retention(store: Store, author: Author) -> None:
@@ -400,3 +413,33 @@ def test_a_pack_that_is_listed_and_not_there_stops_retention(store: Store, autho
     with pytest.raises(StorageError):
         taken(Store.open(store.path, io=Lies()), Keep(last=1))
     assert left(store) == [0, 1, 2]
+
+
+# other runs -------------------------------------------------------------------------------------
+
+
+class Opened(FileIO):
+    def __init__(self) -> None:
+        self.packs = 0
+
+    def open(self, path: str) -> int:
+        self.packs += path.endswith(".pack")
+        return super().open(path)
+
+
+def test_retention_reads_the_packs_of_its_run_alone(store: Store, author: Author) -> None:
+    """Prevents: with hundreds of runs, each run's retention reads the packs of all of them, and
+    damage of any of them says that no step of this run can be restored."""
+    saved(author, range(3))
+    opened: list[int] = []
+    for count in (0, 12):
+        packs = others(store, count)
+        io = Opened()
+        assert taken(Store.open(store.path, io=io), Keep(last=2), dry_run=True) == [0]
+        opened.append(io.packs)
+    assert opened[0] == opened[1]
+    victim = Path(store.packs.path(packs[-1]))
+    victim.write_bytes(victim.read_bytes()[:-1])
+    assert taken(store, Keep(last=2)) == [0]
+    with pytest.raises(CorruptionError):
+        apply(store, "other11", Keep(last=1))

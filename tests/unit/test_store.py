@@ -158,6 +158,21 @@ def test_create_continues_an_unfinished_create(tmp_path: Path) -> None:
     assert (tmp_path / "pins").is_dir()
 
 
+def test_create_makes_no_lost_folder_that_says_what_is_needed(
+    small: SmallStore, tmp_path: Path
+) -> None:
+    """Prevents: a training is started on a store that has lost its runs or pins, and the empty
+    folders made for it let collection delete everything."""
+    steps_of(small, "main", [1])
+    os.rmdir(f"{small.path}/pins")
+    Store.create(small.path)
+    assert not os.path.exists(f"{small.path}/pins")
+    shutil.rmtree(f"{small.path}/runs")
+    with pytest.raises(CorruptionError, match="lost its directory runs"):
+        Store.create(small.path)
+    assert not os.path.exists(f"{small.path}/runs")
+
+
 def test_create_does_not_replace_a_lost_format(small: SmallStore, tmp_path: Path) -> None:
     """A new FORMAT (with a new uuid) over existing packs would disown them all."""
     steps_of(small, "main", [1])

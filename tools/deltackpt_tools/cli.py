@@ -84,8 +84,9 @@ class LazyGroup(click.Group):
             raise click.UsageError(error.message + more, error.ctx) from error
         except (click.ClickException, click.exceptions.Exit, click.Abort):
             raise
-        except KeyboardInterrupt:
-            click.echo("interrupted", err=True)
+        except KeyboardInterrupt as interrupt:
+            with suppress(OSError):
+                report_error(interrupt, Exit.INTERRUPTED)
             ctx.exit(Exit.INTERRUPTED)
         except BrokenPipeError:
             # The interpreter flushes stdout at exit and would complain about it again.
@@ -122,7 +123,7 @@ def _about_arguments(message: str) -> str:
     return ". Quote patterns, as in --only 'model/*', or the shell puts file names there."
 
 
-def report_error(error: Exception, code: Exit) -> None:
+def report_error(error: Exception | KeyboardInterrupt, code: Exit) -> None:
     """One line (and the way out) on stderr; with --json also a document on stdout.
 
     OSError when either cannot be written to; the other one was, then.
@@ -130,6 +131,8 @@ def report_error(error: Exception, code: Exit) -> None:
     from deltackpt_tools.output import error_document, safe, write_json
 
     message = str(getattr(error, "message", None) or error)
+    if isinstance(error, KeyboardInterrupt):
+        message = "interrupted"
     hint = getattr(error, "hint", None)
     if isinstance(error, OSError) and exit_code(error) is None:
         message, hint = _told(error)

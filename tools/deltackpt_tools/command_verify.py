@@ -133,10 +133,12 @@ def _budget(text: str | None) -> Budget | None:
     if count is not None:
         return Budget(bytes=count)
     try:
+        if text.strip()[-1:].isdigit():  # seconds, bytes?
+            raise ValueError(text)
         return Budget(seconds=parse_duration(text))
     except ValueError:
         raise click.BadParameter(
-            f"{text!r} is neither a time (30s, 10min, 2h) nor a size (500MB, 20GB)",
+            f"{text!r} is neither a time (30s, 10min, 2h) nor a size (500MB, 20GB); say the unit",
             param_hint="'--budget'",
         ) from None
 

@@ -46,14 +46,17 @@ def document(command: str, **fields: Any) -> dict[str, Any]:
     return {"format": f"deltackpt.{command}/{FORMAT_VERSION}", **fields}
 
 
-def error_document(error: Exception, message: str, hint: str | None, code: int) -> dict[str, Any]:
+def error_document(
+    error: BaseException, message: str, hint: str | None, code: int
+) -> dict[str, Any]:
     context: dict[str, Any] = getattr(error, "context", {})
+    kind = "storage" if isinstance(error, OSError) else "interrupted"
     return document(
         "error",
         exit_code=code,
         error={
             "type": type(error).__name__,
-            "kind": getattr(error, "kind", "storage"),
+            "kind": getattr(error, "kind", kind),
             "message": message,
             "hint": hint,
             "context": {key: plain(value) for key, value in context.items()},
