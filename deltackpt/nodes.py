@@ -29,8 +29,8 @@ ARRAY_BYTES = 64 << 10
 MAPPINGS: dict[type, str] = {dict: "d", OrderedDict: "od", Counter: "ctr", defaultdict: "dd"}
 SEQUENCES: dict[type, str] = {list: "l", tuple: "t", deque: "dq"}
 LOADER_HINT = (
-    "use torchdata's StatefulDataLoader (in accelerate: use_stateful_dataloader=True), or put the"
-    " state of a sampler of your own (epoch, batches taken) in its place"
+    "use torchdata's StatefulDataLoader, or put the state of a sampler of your own"
+    " (epoch, batches taken) in its place"
 )
 _value = functools.lru_cache(1024)(is_value)
 _scalar = functools.lru_cache(1024)(is_scalar)

@@ -14,6 +14,7 @@ from typing import Any
 
 import click
 import pytest
+import torch
 from click.testing import CliRunner
 from deltackpt_tools.cli import cli
 from deltackpt_tools.exits import Exit
@@ -90,13 +91,15 @@ def test_the_callback_for_the_trainer_of_hugging_face(
     """A stand-in for transformers' Trainer: how it calls a callback, with which names."""
     monkeypatch.chdir(tmp_path)
 
-    def train(steps: int) -> None:
+    def train(stop: int, end: int = 9) -> None:
         names = prepared("Trainers that own the loop")
         at, callback = SimpleNamespace(global_step=0), names["Save"]("runs/store", every=2)
         objects = {"model": names["model"], "lr_scheduler": names["scheduler"],
                    "optimizer": SimpleNamespace(optimizer=names["optimizer"])}  # fmt: skip
         callback.on_train_begin(None, at, None, **objects)
-        for _ in range(steps):
+        torch.rand(3)  # as for the seed of the workers of a new iterator
+        while at.global_step < min(stop, end):
+            callback.on_step_begin(None, at, None, **objects)
             losses.append(names["train_step"]())
             at.global_step += 1
             callback.on_step_end(None, at, None, **objects)
@@ -104,40 +107,68 @@ def test_the_callback_for_the_trainer_of_hugging_face(
 
     losses: list[float] = []
     train(5)
-    train(4)
+    train(1000)
     assert deltackpt.steps("runs/store") == [2, 4, 5, 6, 8, 9]
-    unbroken = prepared("Trainers that own the loop")["train_step"]
-    assert losses == [unbroken() for _ in range(9)]
+    names = prepared("Trainers that own the loop")
+    torch.rand(3)
+    assert losses == [names["train_step"]() for _ in range(9)]
+
+
+class Loops:
+    """A stand-in for Lightning's fit loop: it counts optimizer steps."""
+
+    steps = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.steps = state["steps"]
+
+
+class LightningTrainer:
+    """A stand-in for Lightning's Trainer."""
+
+    def __init__(self, optimizer: Any, scheduler: Any) -> None:
+        self.optimizers = [optimizer]
+        self.lr_scheduler_configs = [SimpleNamespace(scheduler=scheduler)]
+        self.fit_loop = Loops()
+
+    @property
+    def global_step(self) -> int:
+        return self.fit_loop.steps
 
 
 def test_the_callback_for_lightning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stand-in for its Trainer, with two batches for each optimizer step."""
+    """Two batches for each optimizer step."""
     monkeypatch.chdir(tmp_path)
 
-    def train(batches: int) -> None:
+    def train(stop: int) -> None:
         names = prepared("Trainers that own the loop")
-        trainer = SimpleNamespace(
-            global_step=0, optimizers=[names["optimizer"]],
-            lr_scheduler_configs=[SimpleNamespace(scheduler=names["scheduler"])],
-        )  # fmt: skip
+        trainer = LightningTrainer(names["optimizer"], names["scheduler"])
         callback = names["SaveBatches"]("runs/store", every=1)
-        callback.on_train_start(trainer, names["model"])
-        for index in range(batches):
+        callback.on_fit_start(trainer, names["model"])
+        torch.rand(3)
+        index = 0
+        while trainer.global_step < stop:
+            callback.on_train_batch_start(trainer, names["model"], None, index)
             if index % 2:
                 losses.append(names["train_step"]())
-                trainer.global_step += 1
+                trainer.fit_loop.steps += 1
             callback.on_train_batch_end(trainer, names["model"], None, None, index)
+            index += 1
         callback.on_train_end(trainer, names["model"])
         epochs.append(names["scheduler"].last_epoch)
 
     losses: list[float] = []
     epochs: list[int] = []
-    train(6)
-    train(4)
+    train(3)
+    train(5)
     assert epochs == [3, 5]
     assert deltackpt.steps("runs/store") == [1, 2, 3, 4, 5]
-    unbroken = prepared("Trainers that own the loop")["train_step"]
-    assert losses == [unbroken() for _ in range(5)]
+    names = prepared("Trainers that own the loop")
+    torch.rand(3)
+    assert losses == [names["train_step"]() for _ in range(5)]
 
 
 def raised_kinds() -> set[tuple[str, str]]:
