@@ -47,6 +47,7 @@ class CheckLog:
 
     def __init__(self, io: FileIO, root: str, uuid: bytes) -> None:
         self._io = io
+        self._root = root
         self._uuid = uuid
         self._places = [f"{root}/cache/{_NAME}"]
         elsewhere = index_directory(root, uuid)
@@ -95,7 +96,7 @@ class CheckLog:
         self.path = None
         for path in self._places:
             try:
-                make_directories(self._io, os.path.dirname(path))
+                make_directories(self._io, os.path.dirname(path), within=self._root)
                 replace_bytes(self._io, path, data)
             except OSError as error:
                 self.problem = f"{path}: {error.strerror or error}"

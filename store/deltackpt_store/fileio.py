@@ -296,8 +296,11 @@ def read_buffer(io: FileIO, path: str, limit: int) -> memoryview:
         io.close(handle)
 
 
-def make_directories(io: FileIO, path: str) -> None:
-    """Create `path` and missing parents, each made durable in its parent."""
+def make_directories(io: FileIO, path: str, *, within: str | None = None) -> None:
+    """Create `path` and missing parents, each made durable in its parent.
+
+    Those below `within`, a store, get the permission bits of the directory that they lie in.
+    """
     missing: list[str] = []
     while not io.exists(path):
         missing.append(path)
@@ -307,6 +310,8 @@ def make_directories(io: FileIO, path: str) -> None:
             io.mkdir(directory)
         except FileExistsError:
             continue
+        if within is not None and directory.startswith(f"{within}/"):
+            share_as_above(io, directory)
         io.sync_directory(os.path.dirname(directory))
 
 

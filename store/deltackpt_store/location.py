@@ -69,6 +69,7 @@ def check_location(io: FileIO, root: str) -> None:
     if _remembered(io, path) == place:
         return
     try:
+        make_directories(io, f"{root}/cache", within=root)
         primitives = probe(io, f"{root}/cache")
     except OSError as error:
         _log.debug("%s could not be probed: %s", root, error)

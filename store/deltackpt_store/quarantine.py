@@ -25,7 +25,7 @@ def keep(io: FileIO, root: str, relative: str) -> str:
     while True:
         place = f"{QUARANTINE}/{relative}" + (f"~{number}" if number > 1 else "")
         path = f"{root}/{place}"
-        make_directories(io, os.path.dirname(path))
+        make_directories(io, os.path.dirname(path), within=root)
         try:
             io.link(f"{root}/{relative}", path)
         except FileExistsError:
@@ -67,7 +67,7 @@ def _rename(io: FileIO, root: str, relative: str) -> str:
         if not io.exists(f"{root}/{place}"):
             break
         number += 1
-    make_directories(io, os.path.dirname(f"{root}/{place}"))
+    make_directories(io, os.path.dirname(f"{root}/{place}"), within=root)
     io.replace(f"{root}/{relative}", f"{root}/{place}")
     for path in (place, relative):
         io.sync_directory(os.path.dirname(f"{root}/{path}"))

@@ -185,7 +185,7 @@ def _lock(io: FileIO, root: str, dry_run: bool) -> Generator[bool]:
     with contextlib.ExitStack() as stack:
         locked = False
         if not dry_run:
-            make_directories(io, f"{root}/gc")
+            make_directories(io, f"{root}/gc", within=root)
             try:
                 stack.enter_context(collection_lock(io, root))
                 locked = True

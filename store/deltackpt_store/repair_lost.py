@@ -131,7 +131,7 @@ class LostRepair:
                     publish_bytes(io, f"{root}/{path}", data)
                 self.mended.append(Mended(kind="manifest", name=path, source=source))
             if not self._dry_run:
-                make_directories(io, f"{root}/runs/{lost.run}")
+                make_directories(io, f"{root}/runs/{lost.run}", within=root)
                 publish_bytes(io, f"{root}/{lost.path}", copy.data)
         except CorruptionError as error:
             self._leave(lost, error.message)

@@ -27,6 +27,7 @@ from deltackpt_store.fileio import (
     make_directories,
     publish_bytes,
     read_file,
+    share_as_above,
 )
 from deltackpt_store.format_file import (
     FORMAT_NAME,
@@ -337,7 +338,9 @@ def _create(io: FileIO, path: str, exist_ok: bool, mode: int | None) -> Format:
             io.mkdir(directory)
         except FileExistsError:  # another process makes the same store
             continue
-        if mode is not None:
+        if description is not None:
+            share_as_above(io, directory)
+        elif mode is not None:
             io.chmod(directory, mode)
     if missing or description is None:
         io.sync_directory(path)  # FORMAT must not outlive its directories in a power cut

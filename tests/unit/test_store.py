@@ -29,8 +29,10 @@ from deltackpt_store import (
     Store,
     UnsupportedFormatError,
 )
+from deltackpt_store.budgeted import Budget
 from deltackpt_store.client import WriterClient
 from deltackpt_store.location import PROBE_PREFIX
+from deltackpt_store.repair import repair
 from deltackpt_store.store import DIRECTORIES
 from deltackpt_store.verify import verify
 from small_store import SmallStore, pattern
@@ -259,6 +261,41 @@ def test_what_a_group_may_do_holds_for_all_folders(tmp_path: Path) -> None:
     assert {stat.S_IMODE(f.stat().st_mode) for f in folders} == {0o2770}
     lock = tmp_path / "s" / "runs" / "main" / ".lock"
     assert lock.stat().st_mode & 0o022 == 0o020
+
+
+def test_what_is_made_anew_is_for_the_group_too(tmp_path: Path) -> None:
+    """Prevents: a store that a group shares, to which only the one who repaired it can save."""
+    before = os.umask(0o022)
+    try:
+        path = tmp_path / "s"
+        made = Store.create(path, mode=0o2770).path
+        writer = ToyTrainer(WriterClient(made, "main", seed=SEED, ring_bytes=1 << 20,
+                                         slot_bytes=1 << 18, mode="thread"))  # fmt: skip
+        writer.save_now(1)
+        writer.client.close(60)
+        shutil.copytree(path, tmp_path / "copy")
+        for name in ("runs/main", "gc", "quarantine", "cache"):
+            shutil.rmtree(path / name)
+        pack = next(path.glob("packs/*/*.pack"))
+        os.truncate(pack, pack.stat().st_size - 1)
+        assert repair(path, sources=[tmp_path / "copy"]).ok
+        assert verify(Store.open(path), budget=Budget(seconds=60.0)).ok
+        folders = [f for f in path.rglob("*") if f.is_dir()]
+        needed = [
+            path / "runs" / "main",
+            path / "gc",
+            path / "quarantine" / "packs",
+            path / "cache",
+        ]
+        assert {*needed} <= {*folders}
+        bits = {f: stat.S_IMODE(f.stat().st_mode) for f in folders}
+        shutil.rmtree(path / "cache")
+        (path / "pins").rmdir()
+        Store.create(path)
+        bits |= {path / f: stat.S_IMODE((path / f).stat().st_mode) for f in ("cache", "pins")}
+    finally:
+        os.umask(before)
+    assert {f: mode for f, mode in bits.items() if mode != 0o2770} == {}
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EIO])
