@@ -16,7 +16,7 @@ _LARGE_BYTES = 4 << 20
 
 
 class Arrival(Protocol):
-    """The end of copies into host memory that a device makes by itself (`torch.cuda.Event`)."""
+    """The end of copies into host memory that a device makes by itself (`DeviceEvent`)."""
 
     def query(self) -> bool:
         """Whether they are complete."""
@@ -38,6 +38,8 @@ class BufferPool:
         self._keep = keep
         self._lock = threading.Lock()
         self._idle: dict[tuple[torch.device, bool], list[Tensor]] = {}
+        self.full: set[torch.device] = set()
+        """Devices that had no memory left for a buffer, kept by who asked for one."""
 
     def take(
         self,
@@ -56,11 +58,12 @@ class BufferPool:
             idle[:] = [b for b in idle if nbytes <= b.numel() <= 4 * nbytes]
             if idle:
                 return idle.pop()
-        if landing is not None:
-            return landing(nbytes)
-        if device.type == "cpu" and nbytes >= _LARGE_BYTES:
-            return _large(nbytes)
-        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+        with torch.inference_mode(False):  # what is made in that mode takes no copy outside of it
+            if landing is not None:
+                return landing(nbytes)
+            if device.type == "cpu" and nbytes >= _LARGE_BYTES:
+                return _large(nbytes)
+            return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
     def give(self, buffer: Tensor, *, landed_from: torch.device | None = None) -> None:
         """Return a buffer that nobody reads or writes any more."""

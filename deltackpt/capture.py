@@ -12,6 +12,7 @@ from torch import Tensor
 
 from . import extents, params, rng
 from .buffers import Lease
+from .devices import refuse_graph_capture
 from .extents import BufferPool, Source
 from .landing import CopyFigures
 from .nodes import ChangedError, Leaves
@@ -125,8 +126,10 @@ def capture(
     `previous` lends its layout when the tree has not changed. Nothing of `state` is stepped,
     mutated or kept beyond what `Source` says. On CUDA, copies are ordered on the current stream.
     Raises `InvalidInputError` (kind "unsupported-value", context "path") before anything else
-    happens when a value cannot be represented.
+    happens when a value cannot be represented, and `StateError` (kind "capturing") while the
+    current stream records a CUDA graph.
     """
+    refuse_graph_capture()
     whole = _whole(state, rng)
     found: _Found | None = None
     if previous is not None:

@@ -121,6 +121,7 @@ def _copy_memory(target: torch.Tensor, source: torch.Tensor) -> bool:
 
 
 _BLOCK = 1 << 18  # bytes swapped at a time: stays in the processor's cache
+_DEVICE_BLOCK = 1 << 24  # where one side is on a device, which takes microseconds for each copy
 
 
 def exchange_bits(target: torch.Tensor, source: torch.Tensor) -> None:
@@ -142,7 +143,8 @@ def exchange_bits(target: torch.Tensor, source: torch.Tensor) -> None:
             right.copy_(old)
             return
         left, right = left.permute(order).view(-1), right.permute(order).view(-1)
-        step = _BLOCK // left.element_size()
+        block = _BLOCK if left.is_cpu and right.is_cpu else _DEVICE_BLOCK
+        step = block // left.element_size()
         for at in range(0, len(left), step):
             old = left[at : at + step].clone()
             left[at : at + step].copy_(right[at : at + step])

@@ -238,18 +238,26 @@ class Plan:
         figures: dict[str, CopyFigures] = {}
         for device, extents in by_device.items():
             way = landing.transport(device)
-            landed: list[int] = []
+            stay, landed = extents, list[int]()
             if way is not None:
                 rooms = [self.specs[e].nbytes + -self.specs[e].nbytes % _ALIGN for e in extents]
-                stay = landing.staying(rooms, landing.COPY_BYTES)
-                landed = [e for e, here in zip(extents, stay, strict=True) if not here]
-                extents = [e for e, here in zip(extents, stay, strict=True) if here]
+                here = landing.staying(rooms, 0 if device in pool.full else landing.COPY_BYTES)
+                stay = [e for e, stays in zip(extents, here, strict=True) if stays]
+                landed = [e for e, stays in zip(extents, here, strict=True) if not stays]
             held = 0
-            if extents:
-                buffer, parts = self._room(extents, partial(pool.take, device))
-                leases.append(Lease(buffer))
-                held = buffer.numel()
-                self._keep(extents, parts, tensors, places, sources)
+            if stay:
+                try:
+                    buffer, parts = self._room(stay, partial(pool.take, device))
+                except torch.OutOfMemoryError as error:
+                    if way is None:
+                        raise
+                    landing.warn_of_full_device(device, error)
+                    pool.full.add(device)
+                    landed = extents
+                else:
+                    leases.append(Lease(buffer))
+                    held = buffer.numel()
+                    self._keep(stay, parts, tensors, places, sources)
             if way is not None:
                 cost = self._land(landed, device, way, tensors, places, sources, pool, leases)
                 figures[str(device)] = replace(cost, device_bytes=cost.device_bytes + held)

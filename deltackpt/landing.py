@@ -9,6 +9,7 @@ order makes it one instant, and lets the one buffer serve all pieces.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -17,11 +18,16 @@ import torch
 from torch import Tensor
 
 from .buffers import Arrival
+from .devices import DeviceEvent, page_locked
+
+_log = logging.getLogger("deltackpt")
 
 COPY_BYTES = 112 << 20
 """Bound of one capture's copies on each device. Which extents stay depends on the layout alone."""
 PIECE_BYTES = 32 << 20
 """Bound of the device buffer in which landing tensors are packed."""
+_LEAST_BYTES = 64 << 10
+"""A full device must have this much left for it."""
 
 
 class Transport(Protocol):
@@ -55,20 +61,14 @@ class CurrentStream:
 
     def locked(self, nbytes: int) -> Tensor:
         if not self._cuda:
-            return torch.empty(nbytes, dtype=torch.uint8)
-        with torch.cuda.device(self._device):
-            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+            return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        return page_locked(nbytes, self._device)
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         target.copy_(source, non_blocking=self._cuda)
 
     def record(self) -> Arrival | None:
-        if not self._cuda:
-            return None
-        with torch.cuda.device(self._device):
-            event = torch.cuda.Event(blocking=True)
-            event.record()
-        return event
+        return DeviceEvent(self._device) if self._cuda else None
 
 
 def transport(device: torch.device) -> Transport | None:
@@ -111,6 +111,26 @@ def pieces(view: Tensor, most: int) -> Iterator[Tensor]:
             yield view[first : first + rows]
 
 
+def warn_of_full_device(device: torch.device, error: torch.OutOfMemoryError) -> None:
+    _log.warning(
+        "%s has no memory left for copies at the call of a save: from now on they all cross the bus"
+        " (%s)",
+        device,
+        error,
+    )
+
+
+def _packing_room(way: Transport, nbytes: int) -> Tensor:
+    """Device memory of `nbytes`, or of as much as there is left."""
+    while True:
+        try:
+            return way.room(nbytes)
+        except torch.OutOfMemoryError:
+            if nbytes <= _LEAST_BYTES:
+                raise
+            nbytes = max(nbytes // 2, _LEAST_BYTES)
+
+
 class Landing:
     """Queues the landing copies of one capture from one device, and counts them.
 
@@ -119,7 +139,7 @@ class Landing:
 
     def __init__(self, way: Transport, packed_bytes: int) -> None:
         self._way = way
-        self._room = way.room(min(PIECE_BYTES, packed_bytes)) if packed_bytes else None
+        self._room = _packing_room(way, min(PIECE_BYTES, packed_bytes)) if packed_bytes else None
         self.transfers = 0
         self.nbytes = 0
 

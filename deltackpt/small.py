@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .devices import DeviceEvent, page_locked
+
 
 class SmallBytes:
     """Bytes of small extents of one device, frozen when this was made, perhaps still on their way.
@@ -20,13 +22,11 @@ class SmallBytes:
         self._extents = tuple(extents)
         self._sizes = [piece.numel() for piece in pieces]
         joined = torch.cat(list(pieces))
-        self._event: torch.cuda.Event | None = None
+        self._event: DeviceEvent | None = None
         if joined.device.type == "cuda":
-            with torch.cuda.device(joined.device):
-                self._host = torch.empty(joined.numel(), dtype=torch.uint8, pin_memory=True)
-                self._host.copy_(joined, non_blocking=True)
-                self._event = torch.cuda.Event(blocking=True)
-                self._event.record()
+            self._host = page_locked(joined.numel(), joined.device)
+            self._host.copy_(joined, non_blocking=True)
+            self._event = DeviceEvent(joined.device)
         else:
             self._host = joined.cpu()
 

@@ -7,6 +7,7 @@ A batch is gathered into one half of a device buffer (work stream) and leaves by
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections import deque
 from collections.abc import Callable
@@ -23,6 +24,8 @@ from .hasher import Counters, Hasher
 from .pinning import PinnedSlots
 from .placement import Placement
 from .runtime import Runtime
+
+_log = logging.getLogger("deltackpt.cuda")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +56,7 @@ class Mover:
     """The buffers and streams of one device. Used by the staging thread.
 
     Takes device memory when first needed, keeps it, and grows it up to `gather_bytes` (at least
-    one slot).
+    one slot). Where the device has less left, that is the bound from then on.
     """
 
     def __init__(self, runtime: Runtime, work: Any, counters: Counters, gather_bytes: int) -> None:
@@ -69,8 +72,9 @@ class Mover:
         """What :meth:`gather` fills."""
         return self._buffer
 
-    def load(self, cargo: Cargo, slots: int) -> None:
-        """Upload what is gathered where; make room for `slots` slots in the buffer."""
+    def load(self, cargo: Cargo, slots: int) -> int:
+        """Upload what is gathered where; make room for `slots` slots in the buffer, or for as many
+        as the device has memory for, at least one. Returns how many."""
         placement = cargo.placement
         count = len(placement.order)
         if self._host_entries.numel() < 16 * count:
@@ -79,11 +83,7 @@ class Mover:
             self._count(grown - self._entries.numel(), grown - self._host_entries.numel())
             self._entries = self._runtime.empty(self._work, grown)
             self._host_entries = self._runtime.pinned(grown)
-        if self._buffer.numel() < slots * cargo.slot_bytes:
-            self.settle()
-            self._count(slots * cargo.slot_bytes - self._buffer.numel(), 0)
-            self._buffer = self._runtime.empty(self._work, 0)  # free the old before taking the new
-            self._buffer = self._runtime.empty(self._work, slots * cargo.slot_bytes)
+        slots = self._make_room(slots, cargo.slot_bytes)
         entries = np.stack(
             [cargo.rows[placement.order], placement.slot * cargo.slot_bytes + placement.offset],
             axis=1,
@@ -91,6 +91,30 @@ class Mover:
         nbytes = entries.nbytes
         self._host_entries.numpy()[:nbytes] = entries.view(np.uint8).reshape(-1)
         self.copy(self._work, self._entries[:nbytes], self._host_entries[:nbytes])
+        return slots
+
+    def _make_room(self, slots: int, slot_bytes: int) -> int:
+        if self._buffer.numel() >= slots * slot_bytes:
+            return slots
+        self.settle()
+        self._count(-self._buffer.numel(), 0)
+        self._buffer = self._runtime.empty(self._work, 0)  # free the old before taking the new
+        while True:
+            try:
+                self._buffer = self._runtime.empty(self._work, slots * slot_bytes)
+            except torch.OutOfMemoryError:
+                if slots == 1:
+                    raise
+                slots //= 2
+                self._gather_bytes = slots * slot_bytes
+                _log.warning(
+                    "%s is nearly full: changed chunks leave it in batches of at most %d bytes",
+                    self._runtime.device,
+                    self._gather_bytes,
+                )
+            else:
+                self._count(self._buffer.numel(), 0)
+                return slots
 
     def gather(self, cargo: Cargo, first: int, end: int, base: int) -> None:
         """Queue gathering of slots ``first <= ordinal < end`` to offset `base` of the buffer."""
@@ -122,10 +146,13 @@ class Mover:
     def _move(self, job: Job, ring: Ring, cargo: Cargo, leased: list[int]) -> None:
         placement, slot_bytes = cargo.placement, cargo.slot_bytes
         total = len(placement.slots)
-        per_half = max(1, min(self._gather_bytes // 2 // slot_bytes, total))
-        halves = 1 if per_half >= total else 2
+        bound = max(1, self._gather_bytes // slot_bytes)
+        per_half = min(max(1, bound // 2), total)
+        halves = 1 if per_half >= total or bound == 1 else 2
         self._slots.use(ring)
-        self.load(cargo, halves * per_half)
+        held = self.load(cargo, halves * per_half)
+        if held < halves * per_half:
+            per_half, halves = max(1, held // 2), min(held, 2)
         waiting: deque[_Batch] = deque()
         copied: list[Any] = []
 

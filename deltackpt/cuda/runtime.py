@@ -14,8 +14,8 @@ from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
-from deltackpt_store.errors import StateError
 
+from ..devices import DeviceEvent, page_locked, refuse_graph_capture
 from .specs import KernelSpec, kernel_specs
 
 _log = logging.getLogger("deltackpt.cuda")
@@ -104,28 +104,18 @@ class CudaRuntime:
         with torch.cuda.device(self.device):
             return torch.cuda.Stream(device=self.device)
 
-    def mark(self) -> torch.cuda.Event:
+    def mark(self) -> DeviceEvent:
         """Raises `StateError` while the current stream records a CUDA graph."""
-        stream = torch.cuda.current_stream(self.device)
-        with torch.cuda.device(self.device):
-            if torch.cuda.is_current_stream_capturing():
-                raise StateError(
-                    f"a save was called while a CUDA graph is being captured on {self.device}",
-                    kind="capturing",
-                    hint="save between replays, outside of the capture",
-                )
-        return self.record(stream)
+        refuse_graph_capture(self.device)
+        return DeviceEvent(self.device)
 
-    def record(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
-        with torch.cuda.device(self.device):
-            event = torch.cuda.Event(blocking=True)
-            event.record(stream)
-        return event
+    def record(self, stream: torch.cuda.Stream) -> DeviceEvent:
+        return DeviceEvent(self.device, stream)
 
-    def wait(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
-        stream.wait_event(event)
+    def wait(self, stream: torch.cuda.Stream, event: DeviceEvent) -> None:
+        event.hold(stream)
 
-    def synchronize(self, event: torch.cuda.Event) -> None:
+    def synchronize(self, event: DeviceEvent) -> None:
         event.synchronize()
 
     def launch(
@@ -144,14 +134,13 @@ class CudaRuntime:
             return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def pinned(self, nbytes: int) -> torch.Tensor:
-        with torch.cuda.device(self.device):
-            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        return page_locked(nbytes, self.device)
 
     def lock(self, view: memoryview) -> str | None:
-        portable = 1  # cudaHostRegisterPortable: page-locked for every device of the process
+        default = 0  # with unified addressing: for every device, kernels included
         with torch.cuda.device(self.device):
             cudart = _cuda.cudart()
-            code = cudart.cudaHostRegister(address_of(view), len(view), portable)
+            code = cudart.cudaHostRegister(address_of(view), len(view), default)
             if int(code) == 0:
                 return None
             self._forget_error()
@@ -168,7 +157,7 @@ class CudaRuntime:
     def _forget_error(self) -> None:
         """A failed call leaves its code behind, for the thread's next launch to trip over."""
         try:
-            torch.zeros(1, device=self.device)
+            torch.ones(1, device=self.device)  # a kernel: zeros may be a memset, which looks away
         except RuntimeError:
             _log.debug("cleared a left-over CUDA error", exc_info=True)
 

@@ -1,11 +1,12 @@
-"""Is this device's hash the standard one? Compared with the xxhash package, length by length."""
+"""Are the kernels right on this device? Hashes are compared with the xxhash package's."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
+import torch
 import xxhash
 
 from .hasher import Counters, Hasher
@@ -23,8 +24,12 @@ SKEWS: Final = (0, 8, 4, 2, 1)
 """Address modulo 16 of the pieces, in turn."""
 
 
+MOVED: Final = ((1, 0), (17, 8), (16384, 0), (16401, 1), (16401, 0))
+"""(length, skew) of the pieces that are gathered: one tile or two, with and without odd bytes."""
+
+
 class Mismatch(NamedTuple):
-    """A piece whose digest is not the one xxhash gives."""
+    """A piece whose digest is not the one xxhash gives, or that was not moved as it is."""
 
     length: int
     skew: int
@@ -103,11 +108,61 @@ def hash_pieces(
     return wrong
 
 
+def gather_pieces(runtime: Runtime, pieces: Sequence[tuple[int, int]]) -> list[Mismatch]:
+    """Gather pieces of (length, skew) in an order of chance; return those that arrive wrong.
+
+    A last entry of length -1 tells that other bytes were written, too.
+    """
+    rng = np.random.default_rng(9)
+    room = [length + 64 & -16 for length, _ in pieces]
+    starts = np.cumsum([0, *room])
+    content = rng.integers(0, 256, int(starts[-1]), np.uint8)
+    stream = runtime.stream()
+    hasher = Hasher(
+        runtime, stream, ChunkTable([(length, length) for length, _ in pieces]), 0, Counters()
+    )
+    source, target, plan = (
+        runtime.empty(stream, nbytes) for nbytes in (len(content), len(content), 16 * len(pieces))
+    )
+
+    def upload(to: torch.Tensor, values: np.ndarray[Any, Any]) -> None:
+        host = runtime.pinned(values.nbytes)
+        host.numpy()[:] = values.view(np.uint8).reshape(-1)
+        runtime.copy(stream, to, host)
+        runtime.synchronize(runtime.record(stream))
+
+    order = rng.permutation(len(pieces))
+    offsets = np.cumsum([0, *(room[int(row)] for row in order)])[:-1]
+    expected = np.full(len(content), 0x77, np.uint8)
+    upload(source, content)
+    upload(target, expected)
+    upload(plan, np.stack([order, offsets], axis=1))
+    hasher.set_addresses([source.data_ptr() + int(start) + skew
+                          for start, (_, skew) in zip(starts, pieces, strict=False)])  # fmt: skip
+    longest, half = max(length for length, _ in pieces), len(pieces) // 2
+    for first, entries in ((0, half), (half, len(pieces) - half)):
+        hasher.gather(plan.view(torch.int64), first, entries, longest, target.data_ptr())
+    back = runtime.pinned(len(content))
+    runtime.copy(stream, back, target)
+    runtime.synchronize(runtime.record(stream))
+    found = back.numpy()
+    wrong: list[Mismatch] = []
+    for row, at in zip(order, offsets, strict=True):
+        length, skew = pieces[int(row)]
+        begin = int(starts[row]) + skew
+        expected[at : at + length] = content[begin : begin + length]
+        if (found[at : at + length] != expected[at : at + length]).any():
+            wrong.append(Mismatch(length, skew, "the same bytes", "others"))
+    if not wrong and (found != expected).any():
+        wrong.append(Mismatch(-1, 0, "no byte written beside the pieces", "some"))
+    return wrong
+
+
 def check_device(runtime: Runtime, *, seed: int) -> list[Mismatch]:
-    """A few dozen pieces that together take every path of every hash kernel; 0.8 MB."""
+    """A few dozen pieces that together take every path of every kernel; 0.9 MB."""
     pieces = [(length, SKEWS[index % len(SKEWS)]) for index, length in enumerate(LENGTHS)]
     aligned = [(length, 0) for length in LENGTHS]
-    return hash_pieces(runtime, aligned + pieces, seed=seed)
+    return hash_pieces(runtime, aligned + pieces, seed=seed) + gather_pieces(runtime, MOVED)
 
 
 def empty_digest_is_standard(runtime: Runtime, *, seed: int) -> bool:

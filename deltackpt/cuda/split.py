@@ -46,8 +46,8 @@ class DevicePart(Protocol):
 def stager_for(runtime: Runtime, *, seed: int) -> DevicePart:
     """The best stager that works on this device. Compiles the kernels and tests them (seconds).
 
-    Without triton, or when a digest comes out wrong, that is one which copies everything to the
-    host; a warning says so.
+    Without triton or a C compiler (which triton needs to launch kernels), or when the self-test
+    fails, that is one which copies everything to the host; a warning says so.
     """
     if importlib.util.find_spec("triton") is None:
         _log.warning(
@@ -60,18 +60,24 @@ def stager_for(runtime: Runtime, *, seed: int) -> DevicePart:
         wrong = check_device(runtime, seed=seed)
     except Exception as error:
         _log.warning(
-            "the kernels do not run on %s (%s: %s): saves copy the whole state to the host",
+            "the kernels do not run on %s (%s: %s): saves copy the whole state to the host;"
+            " triton needs a C compiler, Python's headers and a cache directory it can write to",
             runtime.device, type(error).__name__, error, exc_info=True,
         )  # fmt: skip
         return CopyStager(runtime, seed=seed)
     if wrong:
         _log.error(
-            "the kernels hash wrongly on %s (%d of the self-test's digests, first %s): saves copy"
-            " the whole state to the host; please report this",
+            "the kernels hash wrongly or move wrong bytes on %s (%d faults in the self-test, first"
+            " %s): saves copy the whole state to the host; please report this",
             runtime.device, len(wrong), wrong[0],
         )  # fmt: skip
         return CopyStager(runtime, seed=seed)
     return DeviceStager(runtime, seed=seed)
+
+
+def _stager_device(source: Source) -> torch.device:
+    """Where a source is hashed: on its own device if that is CUDA's (or ROCm's)."""
+    return source.data.device if source.data.is_cuda else HOST
 
 
 class SplitStager:
@@ -91,8 +97,9 @@ class SplitStager:
         threads: int,
         runtime: Callable[[torch.device], Runtime] = CudaRuntime,
         make: Callable[[Runtime], DevicePart] | None = None,
-        device_of: Callable[[Source], torch.device] = lambda source: source.data.device,
+        device_of: Callable[[Source], torch.device] = _stager_device,
     ) -> None:
+        self._seed = seed
         self._host = HostStager(seed=seed, threads=threads)
         self._landed = HostStager(seed=seed, threads=threads)  # each keeps the plan of its part
         self._runtime, self._device_of = runtime, device_of
@@ -127,10 +134,7 @@ class SplitStager:
         before = {device: dataclasses.replace(part.counters) for device, part in parts.items()}
         results: list[Staging] = []
         try:
-            started = {
-                device: part.start(jobs[device], job.marks[device])
-                for device, part in parts.items()
-            }
+            started = {device: self._start(device, parts, jobs[device]) for device in tuple(parts)}
             if HOST in jobs:
                 results.append(self._host.stage(jobs[HOST], ring))
             for device, part in parts.items():
@@ -165,6 +169,24 @@ class SplitStager:
         for part in self._parts.values():
             part.close()
         self._parts.clear()
+
+    def _start(self, device: torch.device, parts: dict[torch.device, DevicePart], job: Job) -> Any:
+        """Start a part's detection. One for which its device has no memory left is replaced, for
+        good: to ask for it at every save would have the allocator drop training's cache each time.
+        """
+        try:
+            return parts[device].start(job, job.marks[device])
+        except torch.OutOfMemoryError as error:
+            _log.warning(
+                "%s has no memory left for hashing: from now on, saves copy its whole state to the"
+                " host (%s)",
+                device, error,
+            )  # fmt: skip
+            parts[device].close()
+            plain = CopyStager(self._runtimes[device], seed=self._seed)
+            plain.counters = parts[device].counters  # it goes on counting
+            parts[device] = self._parts[device] = plain
+            return plain.start(job, job.marks[device])
 
     def _part(self, device: torch.device) -> DevicePart:
         part = self._parts.get(device)

@@ -71,48 +71,10 @@ def waves(runtime: Any) -> int:
 
 def gathered(runtime: Any, lengths: list[int]) -> int:
     """Chunks of any length and alignment arrive at their offsets, and no other byte is written."""
-    import torch
+    from deltackpt.cuda.selftest import SKEWS, gather_pieces
 
-    from deltackpt.cuda.hasher import Counters, Hasher
-    from deltackpt.cuda.selftest import SKEWS
-    from deltackpt.cuda.table import ChunkTable
-
-    rng = np.random.default_rng(9)
     pieces = [(length, skew) for length in lengths for skew in SKEWS]
-    starts = np.cumsum([0, *(length + 64 & -16 for length, _ in pieces)])
-    content = rng.integers(0, 256, int(starts[-1]), np.uint8)
-    stream = runtime.stream()
-    table = ChunkTable([(length, length) for length, _ in pieces])
-    hasher = Hasher(runtime, stream, table, 0, Counters())
-    source = runtime.empty(stream, content.nbytes)
-    target = runtime.empty(stream, content.nbytes)
-    plan = runtime.empty(stream, 16 * len(pieces))
-
-    def upload(to: Any, values: Any) -> None:
-        host = runtime.pinned(values.nbytes)
-        host.numpy()[:] = values.view(np.uint8).reshape(-1)
-        runtime.copy(stream, to, host)
-        runtime.synchronize(runtime.record(stream))
-
-    upload(source, content)
-    upload(target, np.full(content.nbytes, 0x77, np.uint8))
-    hasher.set_addresses([source.data_ptr() + int(start) + skew
-                          for start, (_, skew) in zip(starts, pieces, strict=False)])  # fmt: skip
-    order = rng.permutation(len(pieces))
-    offsets = np.cumsum([0, *(pieces[row][0] + 64 & -16 for row in order)])[:-1]
-    upload(plan, np.stack([order, offsets], axis=1))
-    expected = np.full(content.nbytes, 0x77, np.uint8)
-    half = len(order) // 2
-    for first, entries in ((0, half), (half, len(order) - half)):
-        hasher.gather(plan.view(torch.int64), first, entries, max(lengths), target.data_ptr())
-    for row, at in zip(order, offsets, strict=True):
-        length, skew = pieces[row]
-        begin = int(starts[row]) + skew
-        expected[at : at + length] = content[begin : begin + length]
-    back = runtime.pinned(content.nbytes)
-    runtime.copy(stream, back, target)
-    runtime.synchronize(runtime.record(stream))
-    assert (back.numpy() == expected).all()
+    assert gather_pieces(runtime, pieces) == []
     return len(pieces)
 
 

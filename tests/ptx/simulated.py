@@ -99,7 +99,8 @@ class LateStreams:
     """A `deltackpt.cuda.runtime.Runtime` whose streams lag. `main` is the training stream.
 
     `haste` is the chance that a step of some stream runs when something is queued. `trouble` is
-    raised by what is queued next, if set. `lockable` False makes page-locking fail.
+    raised by what is queued next, if set. `lockable` False makes page-locking fail. `largest` is
+    the most bytes of device memory that are given out at once.
     """
 
     def __init__(
@@ -113,6 +114,7 @@ class LateStreams:
         self.main = self.stream()
         self.locked: dict[int, int] = {}
         self.trouble: Exception | None = None
+        self.largest: int | None = None
         self.host_waits = 0
 
     def stream(self) -> LateStream:
@@ -167,6 +169,8 @@ class LateStreams:
         self.submit(stream, lambda: target.copy_(source))
 
     def empty(self, stream: LateStream, nbytes: int) -> torch.Tensor:
+        if self.largest is not None and nbytes > self.largest:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
         return fresh(nbytes)
 
     def pinned(self, nbytes: int) -> torch.Tensor:

@@ -236,6 +236,27 @@ def test_a_state_larger_than_ring_and_buffer_goes_in_waves(
     assert bench.ring.chunks == bench.expected()
 
 
+@pytest.mark.parametrize("most", [SLOT, 3 * SLOT])
+@pytest.mark.parametrize("haste", HASTE)
+def test_a_device_with_little_memory_left(
+    most: int, haste: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Prevents a failed save, and one attempt after the other to get memory, where a smaller
+    buffer does."""
+    bench = Bench(gather=64 * SLOT, haste=haste)
+    bench.device.largest = most
+    bench.save()
+    assert bench.ring.chunks == bench.expected()
+    warned = len(caplog.records)
+    assert warned == len({record.message for record in caplog.records}) >= 1
+    bench.save()
+    assert bench.ring.chunks == bench.expected()
+    assert bench.ring.torn == []
+    assert len(caplog.records) == warned
+    bench.stager.close()
+    assert bench.stager.counters.device_bytes == 0
+
+
 class GrudgingRing(MemoryRing):
     """Every second time it is asked, it has no slot just now."""
 

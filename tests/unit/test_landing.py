@@ -58,9 +58,12 @@ class LateTransport:
     def __init__(self, device: LateStreams) -> None:
         self.device = device
         self.rooms: list[int] = []
+        self.largest = 1 << 40
         self.made: list[Tensor] = []
 
     def room(self, nbytes: int) -> Tensor:
+        if nbytes > self.largest:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
         self.rooms.append(nbytes)
         return fresh(nbytes)
 
@@ -359,3 +362,40 @@ def test_figures_are_those_of_the_memory_model(
     assert lands.device_bytes - stays.device_bytes == BOUND
     assert lands.pinned_bytes - stays.pinned_bytes == 400_128 + 200_192
     assert same(saved(tmp_path, 1, run="lands")["strided"], strided)
+
+
+def test_a_full_device_lets_all_copies_land(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Prevents a training that ends because its device has no memory left for a save's copies."""
+    bench = Bench(monkeypatch, copies=1 << 30, piece=1 << 20)
+    own, asked = BufferPool.take, []
+
+    def no_room(pool: BufferPool, device: torch.device, nbytes: int, **options: Any) -> Tensor:
+        if "landing" not in options:
+            asked.append(nbytes)
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return own(pool, device, nbytes, **options)
+
+    monkeypatch.setattr(BufferPool, "take", no_room)
+    bench.way.largest = BOUND
+    state = gappy() | dense()
+    expected = {name: tensor.clone() for name, tensor in state.items()}
+    for _ in range(2):
+        taken = take(state, pool=bench.pool)
+        bench.arrive(taken)
+        found = rebuild(taken)
+        assert all(same(found[name], expected[name]) for name in expected)
+        taken.release()
+    assert len(asked) == len(caplog.records) == 1  # the device is not asked at every save
+    assert set(bench.way.rooms) == {BOUND}
+
+
+def test_copies_of_inference_mode_serve_outside_of_it() -> None:
+    """Prevents a save that fails because the one before it was called in `inference_mode`."""
+    pool = BufferPool()
+    state = {"large": numbers(2_000_000), "small": numbers(20_000)}
+    with torch.inference_mode():
+        take(state, pool=pool).release()
+    again = take(state, pool=pool)
+    assert all(same(rebuild(again)[name], tensor) for name, tensor in state.items())

@@ -6,6 +6,7 @@ another's reads running, and costs that nobody counts.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import sys
 import time
@@ -24,6 +25,7 @@ from deltackpt.cuda.hasher import FIRST_READ
 from deltackpt.cuda.split import SplitStager, stager_for
 from deltackpt.cuda.stager import DeviceStager
 from deltackpt.cuda.table import ChunkTable, list_bytes
+from deltackpt.extents import Source
 from deltackpt.report import DeviceFigures, SaveProgress
 from deltackpt.stage import HostStager, Job
 
@@ -183,6 +185,52 @@ def test_without_triton_all_is_copied(
     stager = stager_for(LateStreams(ModelKernels()), seed=SEED)
     assert type(stager).__name__ == "CopyStager"
     assert "deltackpt[gpu]" in caplog.text
+
+
+def test_a_device_that_moves_wrong_bytes_is_not_trusted(caplog: pytest.LogCaptureFixture) -> None:
+    """Prevents every save failing, where copying all would have worked."""
+
+    class Broken(ModelKernels):
+        def gather(self, programs: int, **arguments: Any) -> None:
+            super().gather(programs, **arguments)
+            ctypes.memset(arguments["target"], 1, 1)
+
+    with caplog.at_level(logging.ERROR):
+        stager = stager_for(LateStreams(Broken()), seed=SEED)
+    assert type(stager).__name__ == "CopyStager"
+    assert "move wrong bytes" in caplog.text
+
+
+def test_a_full_device_is_copied_from(caplog: pytest.LogCaptureFixture) -> None:
+    """Prevents saves that fail for good where training has left no memory for hashing."""
+    devices = Devices()
+    stager, tensors = splitter(devices), state()
+    described, ring = Tensors(tensors, chunk_bytes=CHUNK), MemoryRing()
+    staging = stager.stage(job(described, stager), ring)
+    other = dict(tensors, **{"gpu1 e": torch.ones(50_000)})
+    described = Tensors(other, chunk_bytes=CHUNK)
+    devices.made[torch.device("cuda", 1)].largest = 100
+    ring.chunks.clear()
+    unlocked: list[int] = []
+    staging = stager.stage(
+        job(described, stager, staging.table, unlock=lambda: unlocked.append(1)), ring
+    )
+    assert unlocked == [1]
+    assert ring.chunks == {key: whole(other)[key] for key in whole(other) if key[0] == 5}
+    assert staging.devices["cuda:1"].launches == 0
+    assert staging.devices["cuda:1"].device_bytes == 0
+    again = stager.stage(job(described, stager, staging.table), ring)
+    assert again.changed_chunks == 0
+    assert [record.message for record in caplog.records] == [
+        "cuda:1 has no memory left for hashing: from now on, saves copy its whole state to the host"
+        " (CUDA out of memory.)"
+    ]
+    stager.close()
+
+
+def test_devices_other_than_cudas_are_hashed_on_the_host() -> None:
+    source = Source(torch.empty(1000, dtype=torch.uint8, device="meta"), True, "w", None)
+    assert SplitStager(seed=SEED, threads=1).mark({0: source}) == {}
 
 
 def test_a_good_device_passes_the_self_test() -> None:

@@ -1,0 +1,59 @@
+"""What saves ask of CUDA from any thread, without a context on a device that is not in use.
+
+A new thread's current device is 0, and the CUDA runtime makes a context there (hundreds of MB) as
+soon as that thread waits for an event of another device. So every call here is made with its own
+device current.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from deltackpt_store.errors import StateError
+
+
+class DeviceEvent:
+    """All that a stream of `device` has been given so far (None: its current stream). For any
+    thread; an `Arrival`."""
+
+    def __init__(self, device: torch.device, stream: Any = None) -> None:
+        self._device = device
+        with torch.cuda.device(device):
+            self._event = torch.cuda.Event(blocking=True)
+            self._event.record(stream)
+
+    def query(self) -> bool:
+        """Whether it is done."""
+        with torch.cuda.device(self._device):
+            return self._event.query()
+
+    def synchronize(self) -> None:
+        """Wait until it is done. `RuntimeError` when the device has failed."""
+        with torch.cuda.device(self._device):
+            self._event.synchronize()
+
+    def hold(self, stream: torch.cuda.Stream) -> None:
+        """Let what `stream` is given from now on wait for it; the host does not wait."""
+        stream.wait_event(self._event)
+
+
+def page_locked(nbytes: int, device: torch.device) -> torch.Tensor:
+    """Uninitialised page-locked host memory (uint8), whatever `torch.set_default_device` says."""
+    with torch.cuda.device(device):
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+
+
+def refuse_graph_capture(device: torch.device | None = None) -> None:
+    """`StateError` (kind "capturing") while the current stream of `device` (None: of the current
+    one) records a CUDA graph. Initialises nothing."""
+    if not torch.cuda.is_initialized():
+        return
+    with torch.cuda.device(device):
+        if torch.cuda.is_current_stream_capturing():
+            place = "" if device is None else f" on {device}"
+            raise StateError(
+                f"a save was called while a CUDA graph is being captured{place}",
+                kind="capturing",
+                hint="save between replays, outside of the capture",
+            )

@@ -1,0 +1,100 @@
+"""What is asked of CUDA, on a stand-in for it that knows each thread's current device.
+
+Prevents: contexts on devices that are not in use, saves that end a graph capture, and page-locked
+memory asked for on a device because that is torch's default.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from deltackpt_store.errors import StateError
+
+from deltackpt import devices
+from deltackpt.capture import capture
+
+GPU = torch.device("cuda", 3)
+
+
+class Cuda(threading.local):
+    """The current device of each thread, and on which of them CUDA was asked for what."""
+
+    def __init__(self) -> None:
+        self.current = 0
+
+    @contextmanager
+    def device(self, device: torch.device | None) -> Iterator[None]:
+        before, self.current = self.current, 0 if device is None else device.index
+        yield
+        self.current = before
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    cuda, calls = Cuda(), list[tuple[str, int]]()
+
+    class Event:
+        def __init__(self, *, blocking: bool) -> None:
+            assert blocking  # waiting threads sleep
+
+        def record(self, stream: Any) -> None:
+            calls.append(("record", cuda.current))
+
+        def query(self) -> bool:
+            calls.append(("query", cuda.current))
+            return True
+
+        def synchronize(self) -> None:
+            calls.append(("synchronize", cuda.current))
+
+    monkeypatch.setattr(torch.cuda, "device", cuda.device)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: cuda.current == 3)
+    return calls
+
+
+def test_events_are_asked_with_their_device_current(asked: list[tuple[str, int]]) -> None:
+    event = devices.DeviceEvent(GPU)
+    thread = threading.Thread(target=event.synchronize)
+    thread.start()
+    thread.join()
+    event.query()
+    assert asked == [("record", 3), ("synchronize", 3), ("query", 3)]
+
+
+def test_page_locked_memory_is_the_hosts(
+    asked: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[dict[str, Any]] = []
+    monkeypatch.setattr(torch, "empty", lambda *_, **options: made.append(options))
+    devices.page_locked(100, GPU)
+    assert made == [{"dtype": torch.uint8, "device": "cpu", "pin_memory": True}]
+
+
+def test_a_capture_is_refused_before_anything_is_asked(
+    asked: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prevents a CUDA graph that a save has ended, or that copies of a save became part of."""
+
+    class Untouched:
+        def state_dict(self) -> dict[str, Any]:
+            raise AssertionError("asked for its state")
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(StateError, match="graph") as caught:
+        capture({"model": Untouched()}, chunk_bytes=4096)
+    assert caught.value.kind == "capturing"
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    devices.refuse_graph_capture(GPU)
+
+
+def test_a_capture_on_another_device_is_named(asked: list[tuple[str, int]]) -> None:
+    devices.refuse_graph_capture()
+    with pytest.raises(StateError, match="cuda:3"):
+        devices.refuse_graph_capture(GPU)
