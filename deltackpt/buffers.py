@@ -89,8 +89,9 @@ class Lease:
 
     def end(self, pool: BufferPool) -> None:
         """Give the buffer back; one that is still being written is left to torch's allocator."""
-        if self.arrived is None or self.arrived.query():
-            pool.give(self.buffer, landed_from=self.landed_from)
+        with contextlib.suppress(RuntimeError):  # the device has failed
+            if self.arrived is None or self.arrived.query():
+                pool.give(self.buffer, landed_from=self.landed_from)
 
 
 def _large(nbytes: int) -> Tensor:

@@ -274,17 +274,16 @@ class SavePipeline:
 
     def _stage_loop(self) -> None:
         in_background(self)
-        try:
+        with contextlib.ExitStack() as ends:  # each in turn, whatever the others raise
+            ends.callback(self._actions.put, None)
+            ends.callback(self._stager.close)
+            ends.callback(self._link.close, self._options.durable_timeout)
             while (task := self._next_task()) is not None:
                 if task.restored is not None:
                     self._prepare_baseline(task, task.restored)
                 else:
                     self._stage(task)
             self.wait_idle()
-        finally:
-            self._link.close(self._options.durable_timeout)
-            self._stager.close()
-            self._actions.put(None)
 
     def _next_task(self) -> Task | None:
         def first() -> Task | None:

@@ -1,11 +1,13 @@
 """Everything about GPUs that only a GPU can show, in one command of under 10 minutes.
 
-    python tools/gpu_check.py [--only hash,copy,train,peers,multi] [--out gpu-check.json] [--dry]
+    python tools/gpu_check.py [--only hash,copy,train,peers,multi] [--out FILE] [--dry]
 
-Run it from a checkout (nothing need be installed but the packages below). Each section writes its
-figures into the result file as soon as it is done; run again with `--only` for those that are
-missing, the others are kept. Exit code 1, and a line in capitals, when anything is wrong: a hash
-that differs from xxhash's, a restored byte that differs, a context on an unused device.
+Run it from a checkout (nothing need be installed but the packages below). The result file is
+docs/benchmarks/gpu-<name of the device>.json unless `--out` names another. Each section runs in a
+process of its own, so that a device error, a crash or a hang ends that section alone, and writes
+each figure into the result file at once; run again with `--only` for those that are missing, the
+others are kept. Exit code 1, and a line in capitals, when anything is wrong: a hash that differs
+from xxhash's, a restored byte that differs, a context on an unused device, a section that died.
 
 `hash`   every kernel path against xxhash; bandwidth by chunk size and kernel variant, beside a
          device copy and a plain read; thousands of tiny tensors; tensors at odd addresses
@@ -21,6 +23,7 @@ the tool works, its figures mean nothing.
 
 Needs torch >= 2.11 (a CUDA or ROCm build, which brings triton 3.6 or newer) and these wheels, to be
 carried along where there is no network: numpy xxhash lz4 zstandard lmdb blake3 msgspec click.
+Triton needs a C compiler and Python's headers (gcc and python3-dev). No network and no nvcc is used.
 """
 
 # pyright: basic
@@ -31,14 +34,19 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import importlib
 import json
 import os
 import platform
+import re
+import shutil
 import statistics
+import subprocess
 import sys
 import tempfile
 import threading
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +72,10 @@ from deltackpt.cuda.stager import DeviceStager
 from deltackpt.cuda.table import ChunkTable
 
 MIB, GIB = 1 << 20, 1 << 30
+FILES_BYTES = 24 * GIB
+"""Room that the files of a section may take."""
+RESERVE = 40.0
+"""Seconds that a section which hangs leaves to each one after it."""
 SEED = 0x9E3779B97F4A7C15
 
 
@@ -78,10 +90,18 @@ class Check:
         self.out, self.deadline = out, time.monotonic() + seconds
         self.device = torch.device("cpu") if DRY else torch.device("cuda", 0)
         self.result: dict[str, Any] = {"sections": {}}
-        if out.exists():
-            self.result = json.loads(out.read_text())
-        self.result["environment"] = environment(self.device)
         self.section: dict[str, Any] = {}
+        self.load()
+
+    def load(self) -> None:
+        """Take up what the result file holds, if there is one."""
+        if self.out.exists():
+            self.result = json.loads(self.out.read_text())
+
+    def begin(self, name: str) -> None:
+        self.section = {"ok": False, "error": "not finished"}
+        self.result["sections"][name] = self.section
+        self.save()
 
     def runtime(self, kernels: dict[str, specs.KernelSpec] | None = None) -> Any:
         return HostRuntime() if DRY else CudaRuntime(self.device, kernels)
@@ -93,6 +113,7 @@ class Check:
         shown = f"{value:.4g}" if isinstance(value, float) else value
         print(f"  {name:<48} {shown}", flush=True)
         self.section[name] = value
+        self.save()
 
     def late(self, what: str, reserve: float = 20.0) -> bool:
         """Whether to leave `what` out because the time is up."""
@@ -103,7 +124,9 @@ class Check:
 
     def save(self) -> None:
         self.out.parent.mkdir(parents=True, exist_ok=True)
-        self.out.write_text(json.dumps(self.result, indent=1, sort_keys=True) + "\n")
+        partial = self.out.with_name(self.out.name + ".partial")
+        partial.write_text(json.dumps(self.result, indent=1, sort_keys=True) + "\n")
+        partial.replace(self.out)
 
     def sync(self) -> None:
         if not DRY:
@@ -145,10 +168,12 @@ class Check:
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    import triton
-
+    try:
+        triton = importlib.import_module("triton").__version__
+    except ImportError as error:
+        triton = str(error)
     facts: dict[str, Any] = {
-        "dry": DRY, "torch": torch.__version__, "triton": triton.__version__,
+        "dry": DRY, "torch": torch.__version__, "triton": triton,
         "python": platform.python_version(), "cuda": torch.version.cuda, "hip": torch.version.hip,
         "numpy": np.__version__, "deltackpt": deltackpt.__version__, "cores": os.cpu_count(),
     }  # fmt: skip
@@ -225,10 +250,12 @@ def verify(check: Check, hasher: Hasher, memory: torch.Tensor, chunk: int, what:
 
 def section_hash(check: Check) -> None:
     runtime = check.runtime()
+    began = time.perf_counter()
     wrong = selftest.check_device(runtime, seed=SEED)
     if wrong:
-        raise WrongError(f"self-test: {len(wrong)} wrong digests, first {wrong[0]}")
+        raise WrongError(f"self-test: {len(wrong)} faults, first {wrong[0]}")
     check.put("self-test", "all digests equal xxhash's")
+    check.put("self-test and compilation (if not cached), s", time.perf_counter() - began)
     rng = np.random.default_rng()
     count, longest = check.size(3000, 8), check.size(600_000, 4000)
     pieces = [(int(longest * rng.random() ** 3) + 1, int(rng.integers(16))) for _ in range(count)]
@@ -544,7 +571,7 @@ def section_train(check: Check) -> None:
         training = Training(check, frozen=frozen)
         loop(check, training, 3, lambda number: None)
         alone = loop(check, training, steps, lambda number: None)
-        with tempfile.TemporaryDirectory(dir=shared_memory()) as folder:
+        with tempfile.TemporaryDirectory(dir=room_for_files()) as folder:
             ckpt = deltackpt.Checkpointer(folder, training.state, every=every, final=False)
             handles: list[Any] = []
             with ckpt:
@@ -590,9 +617,15 @@ def same(live: torch.Tensor, loaded: torch.Tensor, name: str) -> None:
         raise WrongError(f"{name} was restored with other bytes")
 
 
-def shared_memory() -> str | None:
-    """Where files cost least, so that the disk does not decide."""
-    return "/dev/shm" if os.path.isdir("/dev/shm") and not DRY else None
+def room_for_files() -> str:
+    """Where files cost least, so that the disk does not decide: /dev/shm, where that is large
+    enough (in a container it often is not)."""
+    places = [tempfile.gettempdir()] if DRY else ["/dev/shm", tempfile.gettempdir()]
+    for place in places:
+        with contextlib.suppress(OSError):
+            if DRY or shutil.disk_usage(place).free >= FILES_BYTES:
+                return place
+    raise OSError(f"no {FILES_BYTES >> 30} GiB free in any of {', '.join(places)} (see TMPDIR)")
 
 
 def full_copy(check: Check, tensors: list[torch.Tensor]) -> float:
@@ -607,9 +640,22 @@ def full_copy(check: Check, tensors: list[torch.Tensor]) -> float:
     return check.clock(copy)
 
 
-def section_peers(check: Check) -> None:
+def dcp_stall(check: Check, states: Any, folder: str) -> float:
     from torch.distributed.checkpoint.state_dict_saver import async_save
 
+    stalls: list[float] = []
+    for number in range(3):
+        path = os.path.join(folder, str(number))
+        check.sync()
+        began = time.perf_counter()
+        future: Any = async_save(states, checkpoint_id=path)
+        stalls.append(time.perf_counter() - began)
+        future.result()
+        shutil.rmtree(path)
+    return statistics.median(stalls)
+
+
+def section_peers(check: Check) -> None:
     training = Training(check, frozen=False)
     training.step()
     tensors = [p.detach() for p in training.model.parameters()]
@@ -617,27 +663,24 @@ def section_peers(check: Check) -> None:
         tensors += [v for v in entry.values() if v.device == check.device and v.numel() > 1]
     check.put("state, MB", training.nbytes / 1e6)
     check.put("full copy to pinned memory, ms", full_copy(check, tensors) * 1e3)
-    with tempfile.TemporaryDirectory(dir=shared_memory()) as folder:
+    with tempfile.TemporaryDirectory(dir=room_for_files()) as folder:
         states = {name: thing.state_dict() for name, thing in training.state.items()}
         path = Path(folder) / "state.pt"
         check.put("torch.save, ms", check.clock(lambda: torch.save(states, path)) * 1e3)
         path.unlink()
         if check.late("DCP", 40):
             return
-        stalls: list[float] = []
-        for number in range(3):
-            check.sync()
-            began = time.perf_counter()
-            future: Any = async_save(states, checkpoint_id=os.path.join(folder, str(number)))
-            stalls.append(time.perf_counter() - began)
-            future.result()
-        check.put("DCP async_save, stall, ms", statistics.median(stalls) * 1e3)
+        try:
+            check.put("DCP async_save, stall, ms", dcp_stall(check, states, folder) * 1e3)
+        except Exception as error:  # no fault of what is checked here
+            check.put("DCP async_save", f"{type(error).__name__}: {error}")
         if check.late("deltackpt", 30):
             return
         with deltackpt.Checkpointer(os.path.join(folder, "store"), training.state, final=False,
                                     codec="none") as ckpt:  # fmt: skip
             ckpt.save(0).result(300)
-            stalls, staged = [], []
+            stalls: list[float] = []
+            staged: list[float] = []
             for number in range(1, 4):
                 training.step()  # the lock is waited for in the optimizer's step
                 save = ckpt.save(number)
@@ -675,15 +718,13 @@ def section_multi(check: Check) -> None:
         "assert torch.equal(got.cpu(), state['w'].cpu())\n"
         "assert not torch._C._cuda_hasPrimaryContext(0), 'a context on device 0'\n"
     )
-    import subprocess
-
     paths = [str(ROOT), str(ROOT / "store")]
     done = subprocess.run([sys.executable, "-c", code, *paths], capture_output=True, text=True)
     if done.returncode:
         raise WrongError(f"state on cuda:1 alone: {done.stderr[-500:]}")
     check.put("no context on an unused device", True)
     state = {f"w{i}": torch.randn(1 << 24, device=f"cuda:{i}") for i in range(devices)}
-    with tempfile.TemporaryDirectory(dir=shared_memory()) as folder:
+    with tempfile.TemporaryDirectory() as folder:
         with deltackpt.Checkpointer(folder, state, final=False) as ckpt:
             ckpt.save(0).result(300)
             for tensor in state.values():
@@ -697,10 +738,68 @@ def section_multi(check: Check) -> None:
     check.put("states on several devices", "restored bit for bit")
 
 
+def default_out() -> Path:
+    if DRY:
+        return Path(tempfile.gettempdir()) / "gpu-dry.json"
+    name = torch.cuda.get_device_name(0)
+    slug = re.sub("[^a-z0-9]+", "-", name.lower()).strip("-")
+    return ROOT / "docs" / "benchmarks" / f"gpu-{slug}.json"
+
+
+def run_here(check: Check, name: str) -> bool:
+    """Run one section, report it, and tell whether all was well."""
+    print(f"{name}:", flush=True)
+    check.begin(name)
+    began = time.monotonic()
+    outcome: dict[str, Any] = {"ok": True}
+    try:
+        check.result["environment"] = environment(check.device)
+        globals()[f"section_{name}"](check)
+    except Exception as error:
+        outcome = {"ok": False, "error": f"{type(error).__name__}: {error}"}
+        print(f"  FAILED: {outcome['error']}", flush=True)
+        if not isinstance(error, WrongError):
+            traceback.print_exc()
+    del check.section["error"]
+    check.section.update(outcome, seconds=time.monotonic() - began)
+    check.save()
+    return outcome["ok"]
+
+
+def command(check: Check, name: str) -> list[str]:
+    """What runs one section in a process of its own, in the time that is left."""
+    left = max(1.0, check.deadline - time.monotonic())
+    own = [sys.executable, __file__, "--only", name, "--out", str(check.out)]
+    return [*own, "--seconds", f"{left:.0f}", *(["--dry"] if DRY else [])]
+
+
+def run_apart(check: Check, name: str, command: list[str], reserve: float = 0.0) -> bool:
+    """Let another process run a section; report it as failed when that dies, or hangs until only
+    `reserve` seconds are left."""
+    check.load()
+    check.begin(name)
+    left = check.deadline - time.monotonic() - reserve
+    if left < 5:
+        end = "not run: no time is left, run it with --only"
+    else:
+        try:
+            code = subprocess.run(command, timeout=left, check=False).returncode
+            end = None if code in (0, 1) else f"its process ended with code {code}"
+        except subprocess.TimeoutExpired:
+            end = f"not done in {left:.0f} s"
+    check.load()
+    section = check.result["sections"][name]
+    if end is not None:
+        print(f"  FAILED: {name}: {end}", flush=True)
+        section.update(ok=False, error=end)
+        check.save()
+    return section["ok"]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--only", default=",".join(SECTIONS), help="sections, comma-separated")
-    parser.add_argument("--out", type=Path, default=Path("gpu-check.json"))
+    parser.add_argument("--out", type=Path, help="result file (see above)")
     parser.add_argument("--seconds", type=float, default=570.0, help="time for all sections")
     parser.add_argument("--dry", action="store_true", help="toy sizes on the CPU")
     options = parser.parse_args()
@@ -710,30 +809,16 @@ def main() -> int:
         parser.error(f"no such section: {', '.join(sorted(unknown))}")
     if not DRY and not torch.cuda.is_available():
         parser.error("no GPU is in reach (torch.cuda.is_available() is False); --dry needs none")
-    check = Check(options.out, options.seconds)
-    failed = False
-    for name in names:
-        print(f"{name}:", flush=True)
-        check.section = {}
-        began = time.monotonic()
-        try:
-            globals()[f"section_{name}"](check)
-            check.section["ok"] = True
-        except Exception as error:
-            failed = True
-            check.section |= {"ok": False, "error": f"{type(error).__name__}: {error}"}
-            print(f"  FAILED: {type(error).__name__}: {error}", flush=True)
-            if not isinstance(error, WrongError):
-                import traceback
-
-                traceback.print_exc()
-        check.section["seconds"] = time.monotonic() - began
-        check.result["sections"][name] = check.section
-        check.save()
-        if not DRY:
-            torch.cuda.empty_cache()
-    print(f"{'FAILED' if failed else 'ok'}: {options.out}")
-    return int(failed)
+    check = Check(options.out or default_out(), options.seconds)
+    if len(names) == 1:
+        good = run_here(check, names[0])
+    else:
+        good = True
+        for number, name in enumerate(names):
+            reserve = RESERVE * (len(names) - 1 - number)
+            good &= run_apart(check, name, command(check, name), reserve)
+    print(f"{'ok' if good else 'FAILED'}: {check.out}")
+    return int(not good)
 
 
 if __name__ == "__main__":

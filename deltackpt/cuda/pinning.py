@@ -55,6 +55,8 @@ class PinnedSlots:
                 "staging memory cannot be page-locked (%s): each save makes one more host copy",
                 reason,
             )
+        if slot in self._detours:  # of a save that failed
+            return self._detours[slot]
         if self._spare:
             detour = self._spare.pop()
         else:

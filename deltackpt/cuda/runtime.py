@@ -122,6 +122,8 @@ class CudaRuntime:
         self, stream: torch.cuda.Stream, kernel: str, programs: int, *args: Argument
     ) -> None:
         function = find_kernel(self._specs[kernel])
+        if type(function).__name__ == "InterpretedFunction":  # would read device addresses itself
+            raise RuntimeError("TRITON_INTERPRET is set, and interpreted kernels read no device")
         with torch.cuda.device(self.device), torch.cuda.stream(stream):
             function[(programs,)](*args, **self._options[kernel])
 

@@ -6,6 +6,7 @@ import dataclasses
 import importlib.util
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, Protocol
@@ -56,6 +57,7 @@ def stager_for(runtime: Runtime, *, seed: int) -> DevicePart:
             runtime.device,
         )
         return CopyStager(runtime, seed=seed)
+    began = time.monotonic()
     try:
         wrong = check_device(runtime, seed=seed)
     except Exception as error:
@@ -72,6 +74,7 @@ def stager_for(runtime: Runtime, *, seed: int) -> DevicePart:
             runtime.device, len(wrong), wrong[0],
         )  # fmt: skip
         return CopyStager(runtime, seed=seed)
+    _log.info("kernels are ready on %s after %.1f s", runtime.device, time.monotonic() - began)
     return DeviceStager(runtime, seed=seed)
 
 
@@ -166,8 +169,11 @@ class SplitStager:
     def close(self) -> None:
         self._host.close()
         self._landed.close()
-        for part in self._parts.values():
-            part.close()
+        for device, part in self._parts.items():
+            try:
+                part.close()
+            except RuntimeError as error:  # it has failed, and with it all that training does there
+                _log.warning("the memory of %s could not be given back: %s", device, error)
         self._parts.clear()
 
     def _start(self, device: torch.device, parts: dict[torch.device, DevicePart], job: Job) -> Any:

@@ -211,6 +211,45 @@ def test_a_storage_of_no_bytes_is_refused_by_key(tmp_path: Path) -> None:
         ckpt.save(0)
 
 
+def test_modes_that_change_new_tensors(tmp_path: Path) -> None:
+    """Prevents page-locked memory asked for on a device, and buffers that only that mode writes."""
+    state = {"t": torch.randn(2 << 20, device=DEVICE), "small": torch.ones(5, device=DEVICE)}
+    with checkpointer(tmp_path, state) as ckpt:
+        with torch.device(DEVICE), torch.inference_mode():
+            ckpt.save(0).result(120)
+        for tensor in state.values():
+            tensor.add_(1)
+        ckpt.save(1).result(120)
+    for name, tensor in state.items():
+        same(tmp_path, 1, name, tensor)
+
+
+@gpu_only
+@pytest.mark.parametrize("spare", [0, 4 << 20, 100 << 20])
+def test_a_device_that_is_nearly_full(tmp_path: Path, spare: int) -> None:
+    """Prevents a save, or a training, that ends because the device has no memory left for it."""
+    training = Training()
+    training.step()
+    training.state |= {"ema": torch.randn(16 << 20, device=DEVICE),
+                       "slices": torch.randn(1500, 1501, device=DEVICE)[:, :1000]}  # fmt: skip
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + spare) / total)
+    try:
+        with checkpointer(tmp_path, training.state) as ckpt:
+            for step in range(3):
+                ckpt.lock()
+                with torch.no_grad():
+                    for parameter in training.model.parameters():
+                        parameter.add_(1)
+                ckpt.save(step).result(120)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    training.check(tmp_path, 2, training.copy())
+    same(tmp_path, 2, "ema", training.state["ema"])
+
+
 @gpu_only
 def test_training_on_another_stream(tmp_path: Path) -> None:
     """Prevents a save that is ordered after the default stream only."""
@@ -264,15 +303,20 @@ def test_steps_replayed_from_a_graph(tmp_path: Path) -> None:
 
 @gpu_only
 def test_a_save_inside_a_capture_is_refused(tmp_path: Path) -> None:
-    weight = torch.zeros(1 << 20, device=DEVICE)
-    with checkpointer(tmp_path, {"w": weight}) as ckpt:
+    """Prevents a capture that a save has ended: the graph replays what was captured around it."""
+    weight, state = torch.zeros(1 << 20, device=DEVICE), dict[str, Any]()
+    state["w"] = weight
+    with deltackpt.Checkpointer(tmp_path, state, writer="thread", final=False) as ckpt:
         ckpt.save(0).result(120)
         graph = torch.cuda.CUDAGraph()
-        with (
-            pytest.raises(StateError, match="graph"),
-            torch.cuda.graph(graph, capture_error_mode="thread_local"),
-        ):
-            ckpt.save(1)
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            weight.add_(1)
+            with pytest.raises(StateError, match="graph"):
+                ckpt.save(1)
+            weight.add_(2)
+        graph.replay()
+        ckpt.save(1).result(120)
+    same(tmp_path, 1, "w", torch.full((1 << 20,), 3.0))
 
 
 @gpu_only

@@ -469,6 +469,20 @@ def test_memory_that_cannot_be_locked_is_reached_by_a_detour(
     ]
 
 
+def test_detours_of_saves_that_failed_are_used_again() -> None:
+    """Prevents page-locked memory that grows with every failed save."""
+    bench = Bench(lockable=False)
+    bench.save()
+    held = bench.stager.counters.pinned_bytes
+    for _ in range(3):
+        calls: list[int] = []
+        with pytest.raises(StateError):
+            bench.save(cancelled=lambda calls=calls: bool(calls.append(1)) or len(calls) > 1)
+    bench.save()
+    assert bench.ring.chunks == bench.expected()
+    assert bench.stager.counters.pinned_bytes == held
+
+
 def test_slots_are_locked_once_and_unlocked_with_their_ring() -> None:
     """Prevents locked memory that outlives its ring, and growth from save to save."""
     bench = Bench(slots=4, keep=False)

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 import deltackpt
 from deltackpt import landing
+from deltackpt.buffers import Lease
 from deltackpt.capture import BufferPool, Capture
 from deltackpt.cuda.split import SplitStager
 from deltackpt.cuda.stager import DeviceStager
@@ -399,3 +400,16 @@ def test_copies_of_inference_mode_serve_outside_of_it() -> None:
         take(state, pool=pool).release()
     again = take(state, pool=pool)
     assert all(same(rebuild(again)[name], tensor) for name, tensor in state.items())
+
+
+def test_a_lease_ends_on_a_device_that_has_failed() -> None:
+    class Failed:
+        def query(self) -> bool:
+            raise RuntimeError("an illegal memory access was encountered")
+
+        def synchronize(self) -> None: ...
+
+    pool = BufferPool()
+    buffer = fresh(100)
+    Lease(buffer, GPU, Failed()).end(pool)
+    assert pool.take(GPU, 100, landing=fresh) is not buffer

@@ -22,6 +22,7 @@ from torch import nn
 
 import deltackpt
 from deltackpt.cuda.hasher import FIRST_READ
+from deltackpt.cuda.runtime import CudaRuntime
 from deltackpt.cuda.split import SplitStager, stager_for
 from deltackpt.cuda.stager import DeviceStager
 from deltackpt.cuda.table import ChunkTable, list_bytes
@@ -226,6 +227,40 @@ def test_a_full_device_is_copied_from(caplog: pytest.LogCaptureFixture) -> None:
         " (CUDA out of memory.)"
     ]
     stager.close()
+
+
+def test_a_device_that_has_failed_is_let_go_of(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prevents an exit that waits for threads which an error of the device has ended."""
+    devices = Devices()
+    stager, tensors = splitter(devices), state()
+    described = Tensors(tensors, chunk_bytes=CHUNK)
+    stager.stage(job(described, stager), MemoryRing())
+    lost, other = (devices.made[torch.device("cuda", i)] for i in (0, 1))
+
+    def unlock(view: memoryview) -> None:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(lost, "unlock", unlock)
+    stager.close()
+    assert other.locked == {}
+    assert "cuda:0 could not be given back" in caplog.text
+
+
+def test_interpreted_kernels_are_never_given_device_memory(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prevents a segmentation fault where a user debugs kernels with TRITON_INTERPRET=1."""
+
+    class InterpretedFunction:
+        def __getitem__(self, grid: Any) -> Any:
+            raise AssertionError("launched")
+
+    monkeypatch.setattr("deltackpt.cuda.runtime.find_kernel", lambda spec: InterpretedFunction())
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: None)
+    with pytest.raises(RuntimeError, match="TRITON_INTERPRET"):
+        CudaRuntime(torch.device("cuda", 0)).launch(None, "sweep", 1)  # pyright: ignore
 
 
 def test_devices_other_than_cudas_are_hashed_on_the_host() -> None:
