@@ -23,7 +23,7 @@ the tool works, its figures mean nothing.
 
 Needs torch >= 2.11 (a CUDA or ROCm build, which brings triton 3.6 or newer) and these wheels, to be
 carried along where there is no network: numpy xxhash lz4 zstandard lmdb blake3 msgspec click.
-Triton needs a C compiler and Python's headers (gcc and python3-dev). No network and no nvcc is used.
+Triton needs a C compiler and Python's headers (gcc, python3-dev). No network and no nvcc is used.
 """
 
 # pyright: basic
