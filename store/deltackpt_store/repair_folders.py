@@ -19,7 +19,6 @@ from deltackpt_store.fileio import (
     make_directory,
     publish_bytes,
     read_file,
-    share_as_above,
 )
 from deltackpt_store.lost_commits import read_boundary
 from deltackpt_store.manifest_io import MAX_COMMIT_BYTES
@@ -86,13 +85,12 @@ def _pins(store: Store, copy: Store) -> Content:
 def _fill(io: FileIO, root: str, name: str, content: Content) -> None:
     """Make the folder `name` with `content`, durably, whole or not at all. OSError."""
     aside = f"{root}/{QUARANTINE}/{TEMPORARY_PREFIX}{secrets.token_hex(6)}-{name}"
-    make_directories(io, aside)
+    make_directories(io, aside, within=root)
     for path in sorted(_folders(content)):
         make_directory(io, f"{aside}/{path}")
     for path, data in content.items():
         publish_bytes(io, f"{aside}/{path}", data)
     io.replace(aside, f"{root}/{name}")
-    share_as_above(io, f"{root}/{name}")
     io.sync_directory(f"{root}/{QUARANTINE}")
     io.sync_directory(root)
 

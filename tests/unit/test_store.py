@@ -274,7 +274,7 @@ def test_what_is_made_anew_is_for_the_group_too(tmp_path: Path) -> None:
         writer.save_now(1)
         writer.client.close(60)
         shutil.copytree(path, tmp_path / "copy")
-        for name in ("runs/main", "gc", "quarantine", "cache"):
+        for name in ("runs", "gc", "quarantine", "cache"):
             shutil.rmtree(path / name)
         pack = next(path.glob("packs/*/*.pack"))
         os.truncate(pack, pack.stat().st_size - 1)
@@ -290,9 +290,9 @@ def test_what_is_made_anew_is_for_the_group_too(tmp_path: Path) -> None:
         assert {*needed} <= {*folders}
         bits = {f: stat.S_IMODE(f.stat().st_mode) for f in folders}
         shutil.rmtree(path / "cache")
-        (path / "pins").rmdir()
+        shutil.rmtree(path / "gc")
         Store.create(path)
-        bits |= {path / f: stat.S_IMODE((path / f).stat().st_mode) for f in ("cache", "pins")}
+        bits |= {path / f: stat.S_IMODE((path / f).stat().st_mode) for f in ("cache", "gc")}
     finally:
         os.umask(before)
     assert {f: mode for f, mode in bits.items() if mode != 0o2770} == {}
