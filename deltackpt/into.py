@@ -101,7 +101,7 @@ class Plan:
             node = _selected(step, descend(root, keys))
             state = flat_state(value) if isinstance(value, nn.Module) else None
             if isinstance(value, nn.Module) and state is not None:
-                module = ModuleTarget(path, keys, value, state)
+                module = ModuleTarget(path, keys, value, state, adapt=self._strict)
                 module.match(step, node, key_map, wanted, report)
                 self._modules.append(module)
                 self._objects.append(module)

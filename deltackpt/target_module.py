@@ -2,7 +2,8 @@
 
 A module that loads in the ordinary way is written to directly. One with code of its own in the
 path (hooks, ``set_extra_state``, an overridden ``load_state_dict`` or ``_load_from_state_dict``)
-gets its ``load_state_dict`` called, once, with entries that have been checked before.
+gets its ``load_state_dict`` called, once, with entries that have been checked before. Buffers of a
+submodule with such code may change their shape by it (the observers of quantisation do).
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ from torch.nn.modules.instancenorm import _InstanceNorm  # pyright: ignore[repor
 
 from .copying import copy_bits, copy_values, exchange_bits, repeats_like, writable_layout
 from .keys import KeyMap, of_module, pair_keys, renaming_hint, wrapping_hint
-from .nodes import state_of
+from .nodes import kind_of, state_of
 from .paths import segments
 from .reading import Step
 from .targets import Leaf, Mismatch, Report, compare, slots_of, spelled_in_full
-from .undo import Attributes
+from .undo import Attributes, alike
 from .undo import undo as take_back
+from .values import dtype_name
 
 # They insert entries that old checkpoints lack; ours are complete or refused.
 _PLAIN_LOADERS = tuple(
@@ -41,10 +43,19 @@ def flat_state(module: nn.Module) -> dict[str, Any] | None:
 
 
 class ModuleTarget:
-    """One module; `state` is its :func:`flat_state`."""
+    """One module; `state` is its :func:`flat_state`.
+
+    `adapt`: buffers of another shape are left to code of their module; else they do not fit.
+    """
 
     def __init__(
-        self, path: str, keys: tuple[Any, ...], module: nn.Module, state: dict[str, Any]
+        self,
+        path: str,
+        keys: tuple[Any, ...],
+        module: nn.Module,
+        state: dict[str, Any],
+        *,
+        adapt: bool,
     ) -> None:
         self.path = path
         self.keys = keys
@@ -63,6 +74,8 @@ class ModuleTarget:
         self._goals: dict[int, torch.Tensor] = {}
         self._sources: dict[int, str] = {}  # the entry in the checkpoint of each goal
         self._shared: set[str] = set()
+        self._adapting = _adapting_buffers(module) if adapt and not self.trusted else set[str]()
+        self._reshaped: list[tuple[str, str]] = []  # entries of another shape than is here
         self._odd: list[tuple[str, str]] = []
         self._expanded: list[tuple[str, str]] = []
         self._undo: list[Callable[[], None]] = []
@@ -126,6 +139,9 @@ class ModuleTarget:
             return
         difference = compare(place, view, tensor)
         if difference is not None:
+            if target in self._adapting and view.dtype == dtype_name(tensor.dtype):
+                self._reshaped.append((source, target))
+                return
             report.mismatched.append(difference)
             del self._pairs[source]
             return
@@ -212,6 +228,11 @@ class ModuleTarget:
         if undo:
             self._back_up()
         self._module.load_state_dict(entries, strict=False)
+        if self._reshaped:
+            now: Any = state_of(self._module)
+            for source, target in self._reshaped:
+                if source in self._pairs and not alike(now[target], state[source]):
+                    raise RuntimeError(f"{target} has not taken the saved shape or values")
 
     def _back_up(self) -> None:
         extra: OrderedDict[str, Any] = OrderedDict(
@@ -225,7 +246,7 @@ class ModuleTarget:
             tensor = self._tensors[key]
             if not nn.parameter.is_lazy(tensor):
                 old = tensor.detach().clone()
-                self._undo.append(lambda t=tensor, o=old: copy_values(t, o))
+                self._undo.append(lambda t=tensor, o=old: _put_back(t, o))
 
     def _extra(self) -> Any:
         """What the module's state_dict holds besides its own tensors."""
@@ -238,6 +259,23 @@ class ModuleTarget:
     def rollback(self) -> None:
         while self._undo:
             self._undo.pop()()
+
+
+def _put_back(tensor: torch.Tensor, old: torch.Tensor) -> None:
+    if tensor.shape != old.shape:
+        tensor.resize_(old.shape)
+    copy_values(tensor, old)
+
+
+def _adapting_buffers(module: nn.Module) -> set[str]:
+    """Keys of buffers whose module has code of its own for loading them."""
+    named = cast(Any, module).named_modules(remove_duplicate=False)
+    return {
+        f"{name}.{key}" if name else key
+        for name, child in named
+        if kind_of(child)._load_from_state_dict not in _PLAIN_LOADERS
+        for key in child._buffers
+    }
 
 
 def _runs_user_code(module: nn.Module) -> bool:
