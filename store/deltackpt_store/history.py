@@ -65,22 +65,20 @@ class History(PinFiles):
     # runs and commits ----------------------------------------------------------------------
 
     def runs(self) -> list[str]:
-        """Names of all runs, sorted. CorruptionError when the store lost its ``runs``."""
-        names = self._list("runs")
-        if names is None:
-            self.refuse_without_runs()
-        return sorted(filter(is_name, names or ()))
+        """Names of all runs, sorted.
 
-    def refuse_without_runs(self) -> None:
-        """CorruptionError when the store has content and no ``runs``: made anew, that folder would
-        call all of it garbage. Where nothing was saved a copy may have left the empty one out."""
-        if self._list("runs") is None and (self._list("packs") or self._list("manifests")):
+        CorruptionError when the store has content and no ``runs``: made anew, that folder would
+        call all of it garbage. Where nothing was saved a copy may have left the empty one out.
+        """
+        names = self._list("runs")
+        if names is None and (self._list("packs") or self._list("manifests")):
             raise CorruptionError(
                 f"store {self.path} has lost its directory runs",
                 kind="damaged-store",
                 hint="run `deltackpt repair --from` a copy of the store",
                 path=self.path,
             )
+        return sorted(filter(is_name, names or ()))
 
     def numbers(self, run: str) -> list[int]:
         """Numbers of the commits of `run` that are not retired, ascending."""

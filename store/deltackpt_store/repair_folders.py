@@ -50,7 +50,7 @@ def mend_folders(store: Store, others: Sequence[Store], *, dry_run: bool) -> lis
                 mended.append(Mended(kind="store", name=name, source=copy.path))
                 break
     if not any(one.name == "runs" for one in mended):
-        store.refuse_without_runs()
+        store.runs()  # refuses
     for name in ("packs", "manifests"):
         if not io.exists(f"{root}/{name}"):
             if not dry_run:

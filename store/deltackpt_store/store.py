@@ -328,9 +328,8 @@ def _create(io: FileIO, path: str, exist_ok: bool, mode: int | None) -> Format:
         _probe(io, path, mode)
     missing = [name for name in DIRECTORIES if not io.exists(f"{path}/{name}")]
     if missing and description is not None:
-        store = Store(path, io, description)
-        store.refuse_without_runs()
-        if store.runs() and "pins" in missing:  # they may be lost: see `collect`
+        runs = Store(path, io, description).runs()  # refuses where they are lost
+        if runs and "pins" in missing:  # they may be lost as well: see `collect`
             missing.remove("pins")
     for name in missing:
         directory = f"{path}/{name}"
