@@ -282,7 +282,7 @@ def section_hash(check: Check) -> None:
     check.put("hash at address 8 modulo 16, GB/s", rate)
     verify(check, hasher, skewed, 262144, "address 8 modulo 16")
     tiny_tensors(check, runtime, memory)
-    if not DRY:
+    if not DRY and torch.version.hip is None:  # they are for warps of 32 lanes
         compare_variants(check, memory)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import threading
 from collections.abc import Mapping
 from typing import Any, Protocol, cast
 
@@ -23,6 +24,11 @@ _log = logging.getLogger("deltackpt.cuda")
 _cuda = cast("Any", torch.cuda)  # parts of it carry no types
 
 Argument = torch.Tensor | int
+
+_locking = threading.Lock()
+_locked: dict[int, int] = {}
+"""Address -> for how many devices it is page-locked. CUDA locks for the whole process, and only
+once; slots of the ring serve one device after the other."""
 
 
 class Runtime(Protocol):
@@ -139,19 +145,26 @@ class CudaRuntime:
         return page_locked(nbytes, self.device)
 
     def lock(self, view: memoryview) -> str | None:
-        default = 0  # with unified addressing: for every device, kernels included
-        with torch.cuda.device(self.device):
-            cudart = _cuda.cudart()
-            code = cudart.cudaHostRegister(address_of(view), len(view), default)
-            if int(code) == 0:
-                return None
-            self._forget_error()
-            return str(cudart.cudaGetErrorString(code))
+        address, default = address_of(view), 0  # with unified addressing: for every device, kernels
+        with _locking, torch.cuda.device(self.device):
+            if address not in _locked:
+                cudart = _cuda.cudart()
+                code = cudart.cudaHostRegister(address, len(view), default)
+                if int(code) != 0:
+                    self._forget_error()
+                    return str(cudart.cudaGetErrorString(code))
+            _locked[address] = _locked.get(address, 0) + 1
+            return None
 
     def unlock(self, view: memoryview) -> None:
-        with torch.cuda.device(self.device):
+        address = address_of(view)
+        with _locking, torch.cuda.device(self.device):
+            _locked[address] -= 1
+            if _locked[address]:
+                return
+            del _locked[address]
             cudart = _cuda.cudart()
-            code = cudart.cudaHostUnregister(address_of(view))
+            code = cudart.cudaHostUnregister(address)
             if int(code) != 0:
                 self._forget_error()
                 _log.warning("unlocking staging memory failed: %s", cudart.cudaGetErrorString(code))

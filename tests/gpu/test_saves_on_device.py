@@ -352,7 +352,7 @@ def test_a_step_that_the_scaler_skips(tmp_path: Path) -> None:
 
 
 @two_gpus
-def test_two_devices(tmp_path: Path) -> None:
+def test_two_devices(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     state = {f"t{i}": torch.randn(1 << 20, device=f"cuda:{i}") for i in range(2)}
     with checkpointer(tmp_path, state) as ckpt:
         ckpt.save(0).result(120)
@@ -360,6 +360,7 @@ def test_two_devices(tmp_path: Path) -> None:
         report = ckpt.save(1).result(120)
     assert report.changed_chunks == 1
     assert set(report.devices) == {"cuda:0", "cuda:1"}
+    assert "page-locked" not in caplog.text  # both devices use the first slot
     for name, value in state.items():
         same(tmp_path, 1, name, value)
 

@@ -17,6 +17,7 @@ from deltackpt_store.errors import StateError
 
 from deltackpt import devices
 from deltackpt.capture import capture
+from deltackpt.cuda.runtime import CudaRuntime, address_of
 
 GPU = torch.device("cuda", 3)
 
@@ -75,6 +76,40 @@ def test_page_locked_memory_is_the_hosts(
     monkeypatch.setattr(torch, "empty", lambda *_, **options: made.append(options))
     devices.page_locked(100, GPU)
     assert made == [{"dtype": torch.uint8, "device": "cpu", "pin_memory": True}]
+
+
+def test_memory_of_several_devices_is_locked_once(
+    asked: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prevents a detour for every device but the first: CUDA refuses to lock what is locked."""
+    registered: set[int] = set()
+
+    class Cudart:
+        def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:  # noqa: N802
+            again = address in registered
+            registered.add(address)
+            return 712 if again else 0
+
+        def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+            registered.remove(address)
+            return 0
+
+        def cudaGetErrorString(self, code: int) -> str:  # noqa: N802
+            return f"error {code}"
+
+    monkeypatch.setattr(torch.cuda, "cudart", Cudart)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: None)
+    monkeypatch.setattr(torch, "ones", lambda *_, **options: None)
+    first, second = (CudaRuntime(torch.device("cuda", index)) for index in (0, 1))
+    slot = memoryview(bytearray(4096))
+    assert first.lock(slot) is None
+    assert second.lock(slot) is None
+    first.unlock(slot)
+    assert len(registered) == 1
+    second.unlock(slot)
+    assert registered == set()
+    registered.add(address_of(slot))  # by somebody else
+    assert first.lock(slot) == "error 712"
 
 
 def test_a_capture_is_refused_before_anything_is_asked(
