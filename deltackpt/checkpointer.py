@@ -338,6 +338,7 @@ class Checkpointer:
         return (
             self._options.overlap
             and self._guard.seen
+            and not self._guard.replayed
             and not self._pipeline.failures.torn
             and self._pipeline.restless.overlap
             and has_optimizer(self._state)

@@ -47,13 +47,18 @@ def page_locked(nbytes: int, device: torch.device) -> torch.Tensor:
 def refuse_graph_capture(device: torch.device | None = None) -> None:
     """`StateError` (kind "capturing") while the current stream of `device` (None: of the current
     one) records a CUDA graph. Initialises nothing."""
+    if is_capturing(device):
+        place = "" if device is None else f" on {device}"
+        raise StateError(
+            f"a save was called while a CUDA graph is being captured{place}",
+            kind="capturing",
+            hint="save between replays, outside of the capture",
+        )
+
+
+def is_capturing(device: torch.device | None = None) -> bool:
+    """Whether that stream records a CUDA graph."""
     if not torch.cuda.is_initialized():
-        return
+        return False
     with torch.cuda.device(device):
-        if torch.cuda.is_current_stream_capturing():
-            place = "" if device is None else f" on {device}"
-            raise StateError(
-                f"a save was called while a CUDA graph is being captured{place}",
-                kind="capturing",
-                hint="save between replays, outside of the capture",
-            )
+        return torch.cuda.is_current_stream_capturing()

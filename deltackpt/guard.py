@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
@@ -9,7 +10,10 @@ from typing import Any, cast
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from .devices import is_capturing
 from .pipeline import SavePipeline
+
+_log = logging.getLogger("deltackpt")
 
 
 class Guard:
@@ -24,6 +28,8 @@ class Guard:
         self._pid = os.getpid()
         self.seen = False
         """An optimizer's step or a call of `lock` was seen: whoever modifies the state waits."""
+        self.replayed = False
+        """An optimizer's step has been captured in a CUDA graph. Replays of it do not come here."""
         self._handle = register_optimizer_step_pre_hook(self._hook)
 
     def lock(self) -> None:
@@ -44,6 +50,12 @@ class Guard:
             self._pipeline.abandon()
 
     def _hook(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if not self.replayed and is_capturing():
+            self.replayed = True
+            _log.warning(
+                "an optimizer's step was captured in a CUDA graph: replays of it cannot wait for a"
+                " save, so from now on saves return only when they have read all tensors"
+            )
         self.lock()
 
     # As torch.compiler.disable, which would import the compiler: a compiled step calls these as

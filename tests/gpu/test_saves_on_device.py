@@ -302,6 +302,37 @@ def test_steps_replayed_from_a_graph(tmp_path: Path) -> None:
 
 
 @gpu_only
+def test_replays_of_a_whole_step(tmp_path: Path) -> None:
+    """Prevents two steps mixed in one save: a replay runs no optimizer's hook."""
+    training = Training(capturable=True)
+    data = torch.randn(32, 512, device=DEVICE)
+
+    def step() -> None:
+        training.optimizer.zero_grad(set_to_none=True)
+        training.model(data).square().mean().backward()
+        training.optimizer.step()
+
+    expected = {}
+    with checkpointer(tmp_path, training.state, chunk_bytes=65536) as ckpt:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                step()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            step()
+        for number in range(5):
+            graph.replay()
+            expected[number] = training.copy()
+            ckpt.save(number)
+        ckpt.wait()
+    for number, values in expected.items():
+        training.check(tmp_path, number, values)
+
+
+@gpu_only
 def test_a_save_inside_a_capture_is_refused(tmp_path: Path) -> None:
     """Prevents a capture that a save has ended: the graph replays what was captured around it."""
     weight, state = torch.zeros(1 << 20, device=DEVICE), dict[str, Any]()

@@ -161,6 +161,25 @@ def test_without_overlap_anything_may_change_after_save(
     assert_same(saved(path, 0)["model"], copy["model"])
 
 
+def test_replays_of_a_captured_step_need_no_lock(
+    path: Path, opened: Opener, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Prevents two steps mixed in one save: a CUDA graph replays a step without its hooks."""
+    training = Training()
+    ckpt = opened(training.objects)
+    training.step()
+    monkeypatch.setattr("deltackpt.guard.is_capturing", lambda: True)
+    training.step()
+    monkeypatch.setattr("deltackpt.guard.is_capturing", lambda: False)
+    copy = training.copy()
+    save = ckpt.save(0)
+    for parameter in training.model.parameters():
+        parameter.data -= 1  # as a replay does
+    save.result(60)
+    assert_same(saved(path, 0), copy)
+    assert "captured in a CUDA graph" in caplog.text
+
+
 def test_a_loop_without_a_torch_optimizer_is_safe_by_default(path: Path, opened: Opener) -> None:
     """Prevents: `p.data -= lr * p.grad` right after save, which nothing would notice."""
     training = Training()
