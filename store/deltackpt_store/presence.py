@@ -11,6 +11,7 @@ import errno
 from deltackpt_store.errors import CorruptionError, DeltackptError, NotFoundError, StorageError
 from deltackpt_store.fileio import FileIO, make_directory, read_file
 from deltackpt_store.format_file import FORMAT_NAME, MAX_FORMAT_BYTES, decode_format
+from deltackpt_store.history import History
 from deltackpt_store.oserror import storage_error
 
 KIND = "store-vanished"
@@ -57,11 +58,16 @@ def explain(io: FileIO, root: str, error: DeltackptError) -> DeltackptError:
 
 
 def make_empty_folders(io: FileIO, root: str, names: tuple[str, ...]) -> None:
-    """Make those of the store's folders that a copy without empty ones has lost (StorageError)."""
+    """Make those of the store's folders that a copy without empty ones has lost (StorageError).
+
+    ``runs`` only where nothing was saved: CorruptionError as of `History.runs`.
+    """
     try:
         present = set(io.list(root))
         if FORMAT_NAME not in present:
             raise vanished(root)
+        if "runs" not in present:
+            History(root, io).runs()
         for name in names:
             if name not in present:
                 make_directory(io, f"{root}/{name}")

@@ -34,6 +34,7 @@ from deltackpt_store.client import WriterClient
 from deltackpt_store.location import PROBE_PREFIX
 from deltackpt_store.repair import repair
 from deltackpt_store.store import DIRECTORIES
+from deltackpt_store.store_writer import StoreWriter
 from deltackpt_store.verify import verify
 from small_store import SmallStore, pattern
 from step_content import TENSORS, content, steps_of
@@ -172,6 +173,8 @@ def test_create_makes_no_lost_folder_that_says_what_is_needed(
     shutil.rmtree(f"{small.path}/runs")
     with pytest.raises(CorruptionError, match="lost its directory runs"):
         Store.create(small.path)
+    with pytest.raises(CorruptionError, match="lost its directory runs"):
+        StoreWriter(Store.open(small.path)).heed()
     assert not os.path.exists(f"{small.path}/runs")
 
 
