@@ -73,21 +73,33 @@ def test_a_save_that_waits_makes_the_writer_hurry(arrived: int, hurried: int) ->
     ]
 
 
-def test_slots_of_one_save_are_taken_together_and_in_order() -> None:
+def left_by_a_dead_trainer(messages: list[Any]) -> serve.Mailbox:
     ours, theirs = socket.socketpair()
+    with theirs:
+        for message in messages:
+            theirs.sendall(protocol.encode(message))
     mailbox = serve.Mailbox(protocol.Channel(ours))
-    sent = [slot(1), slot(1), slot(1), slot(2), protocol.NeedSlots(), slot(2)]
-    for message in sent:
-        theirs.sendall(protocol.encode(message))
-    theirs.shutdown(socket.SHUT_WR)
     mailbox.start()
     assert mailbox.gone.wait(60)  # all but the end is there
+    return mailbox
+
+
+def test_what_has_arrived_is_handled_when_the_trainer_is_gone() -> None:
+    finish = protocol.Finish(1, {}, {}, b"", {}, {})
+    mailbox, session = left_by_a_dead_trainer([begin(1), slot(1), finish]), Session()
+    serve._loop(mailbox, session)  # a stand-in
+    mailbox.close()
+    assert [call for call in session.calls if call.istitle()] == ["Begin", "Slot", "Finish"]
+
+
+def test_slots_of_one_save_are_taken_together_and_in_order() -> None:
+    sent = [slot(1), slot(1), slot(1), slot(2), protocol.NeedSlots(), slot(2)]
+    mailbox = left_by_a_dead_trainer(sent)
     taken: list[list[Any]] = []
     while (message := mailbox.get()) is not None:
         slots = isinstance(message, protocol.Slot)
         taken.append(mailbox.slots(message, 2) if slots else [message])
     mailbox.close()
-    theirs.close()
     assert taken == [sent[:2], sent[2:3], sent[3:4], sent[4:5], sent[5:]]
 
 
