@@ -80,6 +80,7 @@ class Fetcher:
         self._handles: OrderedDict[str, int] = OrderedDict()
         self._scratch = bytearray()
         self._output = bytearray()
+        self._records: list[bytearray] = []  # one for each depth of references
         self._references: OrderedDict[bytes, bytearray] = OrderedDict()
         self._cached = 0
         # Buffers that fell out of the cache: still in use by the chunk at hand, or free for reuse.
@@ -104,7 +105,7 @@ class Fetcher:
         if place.codec == codecs.RAW:
             self._fetch_raw(task, prove=True)
         else:
-            data = self._read_record(task)
+            data = self._read_record(task, 0)
             self.decode(task, data[: place.header], data[place.header :])
 
     def lend(self, task: Task) -> None:
@@ -135,12 +136,18 @@ class Fetcher:
         if prove and blake3(task.dest).digest() != task.id:
             raise mismatch(task.id, place.pack)
 
-    def _read_record(self, task: Task) -> memoryview:
+    def _read_record(self, task: Task, depth: int) -> memoryview:
+        """The record of a chunk at that depth of references, until the next one there."""
         place = task.place
         if place.stored > len(task.dest) + SLACK_BYTES or place.header > HEAD_BYTES:
             raise unreadable(task.id, "its record declares impossible lengths")
-        data = memoryview(bytearray(place.header + place.stored))
-        self.fill(place.pack, [data], place.offset, len(data))
+        length = place.header + place.stored
+        while len(self._records) <= depth:
+            self._records.append(bytearray())
+        if len(self._records[depth]) < length:
+            self._records[depth] = bytearray(length + SLACK_BYTES)
+        data = memoryview(self._records[depth])[:length]
+        self.fill(place.pack, [data], place.offset, length)
         return data
 
     def _check_record(self, task: Task, front: memoryview, payload: memoryview) -> RecordHead:
@@ -185,7 +192,7 @@ class Fetcher:
                 if place.codec == codecs.RAW:
                     self._fetch_raw(task, prove=budget.prove)
                 else:
-                    record = self._read_record(task)
+                    record = self._read_record(task, depth)
                     payload = record[place.header :]
                     head = self._check_record(task, record[: place.header], payload)
                     self._decode(task, head, payload, depth, budget)

@@ -21,6 +21,7 @@ before anything is allocated. Writing is in :mod:`deltackpt_store.pack_writer`.
 
 from __future__ import annotations
 
+import functools
 import os
 import struct
 import zlib
@@ -129,6 +130,7 @@ def pack_name(writer: str, seq: int) -> str:
     return f"{writer}-{seq:08d}"
 
 
+@functools.lru_cache(4096)
 def pack_path(root: str, name: str) -> str:
     """Path of the pack `name` in the store at `root`.
 

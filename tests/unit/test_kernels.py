@@ -6,7 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from deltackpt_store.coding import adam, cast, elements, kernels, symbols
 from deltackpt_store.coding.arithmetic import exact
+from deltackpt_store.coding.kernels import Stream
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -31,6 +32,11 @@ def either_way(work: Callable[[], Any]) -> list[Any]:
     finally:
         kernels.native = native
     return results
+
+
+def streams_of(planes: Sequence[np.ndarray]) -> list[Stream]:
+    """Planes as they are; of a stride of 0 one byte."""
+    return [Stream(len(p), p.data if p.strides[0] else p[:1].tobytes()) for p in planes]
 
 
 def random_bytes(seed: int, size: int, spread: int) -> np.ndarray:
@@ -58,7 +64,9 @@ def test_planes(width: int, count: int, seed: int, near: bool, odd: bool) -> Non
         if base is None:
             assert native[0].tobytes() == values.tobytes()[::width]
 
-        def joined(base: Any = base, planes: Any = native) -> bytes:
+        planes = streams_of(native)
+
+        def joined(base: Any = base, planes: Any = planes) -> bytes:
             out = np.empty(count * width + 1, np.uint8)[1:].view(values.dtype)
             elements.join(planes, out, base)
             return out.tobytes()
@@ -75,7 +83,7 @@ def test_constant_planes(constant: int) -> None:
 
     def joined() -> bytes:
         out = np.empty(5000, "<u4")
-        elements.join(planes, out)
+        elements.join(streams_of(planes), out)
         return out.tobytes()
 
     assert either_way(joined) == [np.stack(planes, axis=1).tobytes()] * 2
@@ -97,13 +105,25 @@ def test_symbols(size: int, seed: int, spread: int) -> None:
         assert packed.others.tobytes() == plain.others.tobytes()
 
         def unpacked(p: int = per_byte, v: bytes = listed, packed: Any = packed) -> bytes:
-            def others(count: int) -> Any:
-                assert count == len(packed.others)
-                return packed.others
-
-            return symbols.unpack_symbols(packed.codes, p, v, size, others).tobytes()
+            assert symbols.count_others(packed.codes, p, size) == len(packed.others)
+            out = np.empty(size, np.uint8)
+            elements.join([Stream(size, packed.codes.data, p, v, packed.others.data)], out)
+            return out.tobytes()
 
         assert either_way(unpacked) == [stream.tobytes()] * 2
+
+
+@pytest.mark.parametrize("per_byte", [symbols.CRUMBS, symbols.NIBBLES])
+@pytest.mark.parametrize("code", [0x00, 0xFF])
+def test_one_code_and_one_other_for_all(per_byte: int, code: int) -> None:
+    listed = bytes(range(1, 1 + symbols.listed_count(per_byte)))
+
+    def unpacked() -> bytes:
+        out = np.empty(5001, np.uint8)
+        elements.join([Stream(5001, bytes((code,)), per_byte, listed, b"\x77")], out)
+        return out.tobytes()
+
+    assert either_way(unpacked) == [bytes((0x77 if code else listed[0],)) * 5001] * 2
 
 
 def test_rounding() -> None:

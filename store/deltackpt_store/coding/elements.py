@@ -18,6 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deltackpt_store.coding import kernels
+from deltackpt_store.coding.kernels import Stream
+from deltackpt_store.coding.streams import spread
 
 Elements = NDArray[Any]
 Bytes = NDArray[np.uint8]
@@ -65,12 +67,12 @@ def split(values: Elements, reference: Elements | None = None) -> list[Bytes]:
     return _split(values if reference is None else difference(values, reference))
 
 
-def join(planes: Sequence[Bytes], out: Elements, reference: Elements | None = None) -> None:
-    """Undo `split` into `out`. A plane of stride 0 is one byte that stands for all."""
+def join(planes: Sequence[Stream], out: Elements, reference: Elements | None = None) -> None:
+    """Undo `split` into `out`."""
     if kernels.native is not None:
         kernels.native.join(planes, reference, out)
         return
-    _join(planes, out)
+    _join([spread(plane) for plane in planes], out)
     if reference is not None:
         undo_difference(out, reference, out)
 

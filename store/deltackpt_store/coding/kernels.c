@@ -23,62 +23,88 @@ enum { BLOCK = 2048, SAMPLE = 2048, NIBBLES = 2, CRUMBS = 4 };
 
 /* Differences and planes ----------------------------------------------------------------------- */
 
+typedef uint16_t __attribute__((aligned(1), may_alias)) near16;
+typedef uint32_t __attribute__((aligned(1), may_alias)) near32;
+typedef uint64_t __attribute__((aligned(1), may_alias)) near64;
+
+/* Halves of half the width are what compilers turn into vectors best, in both directions. */
+#define CUT(WHOLE, HALF, from, low, high)                                                          \
+  for (size_t i = 0; i < n; i++) {                                                                 \
+    low[i] = (HALF)from[i];                                                                        \
+    high[i] = (HALF)(from[i] >> 8 * sizeof(HALF));                                                 \
+  }
+#define PAIR(WHOLE, low, high, to)                                                                 \
+  for (size_t i = 0; i < n; i++) to[i] = (WHOLE)(low[i] | (WHOLE)high[i] << 4 * sizeof(WHOLE));
+
+#define INNER static inline __attribute__((always_inline)) void
+
+INNER cut1(const uint8_t *from, size_t n, uint8_t *const *to) { memcpy(to[0], from, n); }
+
+INNER cut2(const uint16_t *from, size_t n, uint8_t *const *to) {
+  uint8_t *restrict low = to[0], *restrict high = to[1];
+  CUT(uint16_t, uint8_t, from, low, high)
+}
+
+INNER cut4(const uint32_t *from, size_t n, uint8_t *const *to) {
+  uint16_t low[BLOCK], high[BLOCK];
+  CUT(uint32_t, uint16_t, from, low, high)
+  cut2(low, n, to);
+  cut2(high, n, to + 2);
+}
+
+INNER cut8(const uint64_t *from, size_t n, uint8_t *const *to) {
+  uint32_t low[BLOCK], high[BLOCK];
+  CUT(uint64_t, uint32_t, from, low, high)
+  cut4(low, n, to);
+  cut4(high, n, to + 4);
+}
+
+INNER pair1(const uint8_t *const *from, size_t n, uint8_t *to) { memcpy(to, from[0], n); }
+
+INNER pair2(const uint8_t *const *from, size_t n, uint16_t *restrict to) {
+  const uint8_t *low = from[0], *high = from[1];
+  PAIR(uint16_t, low, high, to)
+}
+
+INNER pair4(const uint8_t *const *from, size_t n, uint32_t *restrict to) {
+  uint16_t low[BLOCK], high[BLOCK];
+  pair2(from, n, low);
+  pair2(from + 2, n, high);
+  PAIR(uint32_t, low, high, to)
+}
+
+INNER pair8(const uint8_t *const *from, size_t n, uint64_t *restrict to) {
+  uint32_t low[BLOCK], high[BLOCK];
+  pair4(from, n, low);
+  pair4(from + 4, n, high);
+  PAIR(uint64_t, low, high, to)
+}
+
 /* Cuts `values`, or their zig-zag coded differences to `base` if it is not null, into byte planes of
    `count` bytes each. */
-#define SPLIT(WORD, SIGNED, WIDTH)                                                                 \
-  API void split_##WIDTH(const void *values, const void *base, size_t count, uint8_t *planes) {    \
-    WORD block[BLOCK], other[BLOCK];                                                               \
+#define SPLIT(WORD, SIGNED, NEAR, WIDTH)                                                           \
+  API void split_##WIDTH(const NEAR *values, const NEAR *base, size_t count, uint8_t *planes) {    \
+    WORD block[BLOCK];                                                                             \
     for (size_t at = 0; at < count; at += BLOCK) {                                                 \
       size_t n = count - at < BLOCK ? count - at : BLOCK;                                          \
-      memcpy(block, (const char *)values + at * WIDTH, n * WIDTH);                                 \
+      uint8_t *to[WIDTH];                                                                          \
+      for (int k = 0; k < WIDTH; k++) to[k] = planes + k * count + at;                             \
       if (base) {                                                                                  \
-        memcpy(other, (const char *)base + at * WIDTH, n * WIDTH);                                 \
         for (size_t i = 0; i < n; i++) {                                                           \
-          WORD d = (WORD)(block[i] - other[i]);                                                    \
+          WORD d = (WORD)(values[at + i] - base[at + i]);                                          \
           block[i] = (WORD)((WORD)(d << 1) ^ (WORD)((SIGNED)d >> (8 * WIDTH - 1)));                \
         }                                                                                          \
+      } else {                                                                                     \
+        memcpy(block, values + at, n * WIDTH);                                                     \
       }                                                                                            \
-      for (int k = 0; k < WIDTH; k++) {                                                            \
-        uint8_t *plane = planes + k * count + at;                                                  \
-        for (size_t i = 0; i < n; i++) plane[i] = (uint8_t)(block[i] >> (8 * k));                  \
-      }                                                                                            \
+      cut##WIDTH(block, n, to);                                                                    \
     }                                                                                              \
   }
 
-SPLIT(uint8_t, int8_t, 1)
-SPLIT(uint16_t, int16_t, 2)
-SPLIT(uint32_t, int32_t, 4)
-SPLIT(uint64_t, int64_t, 8)
-
-/* Undoes SPLIT. A plane of stride 0 is one byte that stands for all. `base` may be null, and
-   `values` may be the same memory as `base`. */
-#define JOIN(WORD, WIDTH)                                                                          \
-  API void join_##WIDTH(const uint8_t *const *planes, const uint8_t *strides, size_t count,        \
-                        const void *base, void *values) {                                          \
-    WORD block[BLOCK], other[BLOCK], fixed = 0;                                                    \
-    for (int k = 0; k < WIDTH; k++)                                                                \
-      if (!strides[k]) fixed |= (WORD)((WORD)planes[k][0] << (8 * k));                             \
-    for (size_t at = 0; at < count; at += BLOCK) {                                                 \
-      size_t n = count - at < BLOCK ? count - at : BLOCK;                                          \
-      for (size_t i = 0; i < n; i++) block[i] = fixed;                                             \
-      for (int k = 0; k < WIDTH; k++) {                                                            \
-        if (!strides[k]) continue;                                                                 \
-        const uint8_t *plane = planes[k] + at;                                                     \
-        for (size_t i = 0; i < n; i++) block[i] |= (WORD)((WORD)plane[i] << (8 * k));              \
-      }                                                                                            \
-      if (base) {                                                                                  \
-        memcpy(other, (const char *)base + at * WIDTH, n * WIDTH);                                 \
-        for (size_t i = 0; i < n; i++)                                                             \
-          block[i] = (WORD)(other[i] + ((block[i] >> 1) ^ (WORD)(0 - (block[i] & 1))));            \
-      }                                                                                            \
-      memcpy((char *)values + at * WIDTH, block, n * WIDTH);                                       \
-    }                                                                                              \
-  }
-
-JOIN(uint8_t, 1)
-JOIN(uint16_t, 2)
-JOIN(uint32_t, 4)
-JOIN(uint64_t, 8)
+SPLIT(uint8_t, int8_t, uint8_t, 1)
+SPLIT(uint16_t, int16_t, near16, 2)
+SPLIT(uint32_t, int32_t, near32, 4)
+SPLIT(uint64_t, int64_t, near64, 8)
 
 /* Symbols -------------------------------------------------------------------------------------- */
 
@@ -151,7 +177,7 @@ API size_t symbols_pack(const uint8_t *stream, size_t size, int per_byte, const 
 }
 
 /* One block of codes, one to a byte. */
-static inline __attribute__((always_inline)) void expand(const uint8_t *packed, size_t n,
+INNER expand(const uint8_t *packed, size_t n,
                                                          int per_byte, uint8_t *codes) {
   if (per_byte == CRUMBS) {
     uint32_t words[BLOCK / 4];
@@ -182,28 +208,67 @@ API size_t symbols_others(const uint8_t *packed, size_t size, int per_byte) {
   return count;
 }
 
-/* Undoes `symbols_pack`; `others` are as many as `symbols_others` says. */
-API void symbols_unpack(const uint8_t *packed, size_t size, int per_byte, const uint8_t *listed,
-                        const uint8_t *others, uint8_t *stream) {
-  uint8_t codes[BLOCK], values[16], last = per_byte == CRUMBS ? 3 : 15;
-  size_t next = 0;
-  memcpy(values, listed, last);
+/* Stored streams ------------------------------------------------------------------------------- */
+
+/* A stream as it is stored, see streams.py: its bytes, or if `per_byte` is not 0 its packed codes and
+   the others, as many as `symbols_others` says. Of a step of 0, one byte stands for all. */
+struct stream {
+  const uint8_t *bytes, *others;
+  uint8_t step, others_step, per_byte, listed[15], padding[6];
+};
+
+/* The `n` values of a packed stream from `at` on; `next` of the others have been used before. */
+INNER unpack(const struct stream *s, size_t at, size_t n,
+                                                         size_t *next, uint8_t *out) {
+  uint8_t codes[BLOCK], same[BLOCK / 2], values[16], last = s->per_byte == CRUMBS ? 3 : 15;
+  const uint8_t *packed = s->bytes + at / s->per_byte;
+  memcpy(values, s->listed, last);
   memset(values + last, 0, sizeof values - last);
-  for (size_t at = 0; at < size; at += BLOCK) {
-    size_t n = size - at < BLOCK ? size - at : BLOCK;
-    uint8_t *out = stream + at;
-    expand(packed + at / per_byte, n, per_byte, codes);
-    if (per_byte == CRUMBS)
-      for (size_t i = 0; i < n; i++)
-        out[i] = codes[i] == 0 ? values[0] : codes[i] == 1 ? values[1] : values[2];
-    else
-      for (size_t i = 0; i < n; i++) out[i] = values[codes[i]];
-    if (n < BLOCK) memset(codes + n, 0, BLOCK - n);
-    for (size_t from = 0; from < n; from += 64)
-      for (uint64_t found = equals(codes + from, last); found; found &= found - 1)
-        out[from + (size_t)__builtin_ctzll(found)] = others[next++];
+  if (!s->step) packed = memset(same, s->bytes[0], sizeof same);
+  if (s->per_byte == CRUMBS) {
+    expand(packed, n, CRUMBS, codes);
+    for (size_t i = 0; i < n; i++)
+      out[i] = codes[i] == 0 ? values[0] : codes[i] == 1 ? values[1] : values[2];
+  } else {
+    expand(packed, n, NIBBLES, codes);
+    for (size_t i = 0; i < n; i++) out[i] = values[codes[i]];
   }
+  if (n < BLOCK) memset(codes + n, 0, BLOCK - n);
+  for (size_t from = 0; from < n; from += 64)
+    for (uint64_t found = equals(codes + from, last); found; found &= found - 1)
+      out[from + (size_t)__builtin_ctzll(found)] = s->others[s->others_step * (*next)++];
 }
+
+/* Undoes SPLIT: the streams are byte planes of `count` bytes. `base` may be null, and `values` may be
+   the same memory as `base`. */
+#define JOIN(WORD, NEAR, WIDTH)                                                                    \
+  API void join_##WIDTH(const struct stream *streams, size_t count, const NEAR *base,              \
+                        NEAR *values) {                                                            \
+    WORD block[BLOCK];                                                                             \
+    uint8_t bytes[WIDTH][BLOCK];                                                                   \
+    const uint8_t *planes[WIDTH];                                                                  \
+    size_t next[WIDTH] = {0};                                                                      \
+    for (int k = 0; k < WIDTH; k++)                                                                \
+      if (!streams[k].per_byte && !streams[k].step) memset(bytes[k], streams[k].bytes[0], BLOCK);  \
+    for (size_t at = 0; at < count; at += BLOCK) {                                                 \
+      size_t n = count - at < BLOCK ? count - at : BLOCK;                                          \
+      for (int k = 0; k < WIDTH; k++) {                                                            \
+        const struct stream *s = streams + k;                                                      \
+        planes[k] = s->per_byte || !s->step ? bytes[k] : s->bytes + at;                            \
+        if (s->per_byte) unpack(s, at, n, next + k, bytes[k]);                                     \
+      }                                                                                            \
+      pair##WIDTH(planes, n, block);                                                               \
+      if (base)                                                                                    \
+        for (size_t i = 0; i < n; i++)                                                             \
+          block[i] = (WORD)(base[at + i] + ((block[i] >> 1) ^ (WORD)(0 - (block[i] & 1))));        \
+      memcpy(values + at, block, n * WIDTH);                                                       \
+    }                                                                                              \
+  }
+
+JOIN(uint8_t, uint8_t, 1)
+JOIN(uint16_t, near16, 2)
+JOIN(uint32_t, near32, 4)
+JOIN(uint64_t, near64, 8)
 
 /* Floats --------------------------------------------------------------------------------------- */
 

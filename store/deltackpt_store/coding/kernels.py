@@ -8,13 +8,16 @@ the GIL and may be made in any thread. Callers have checked all lengths; arrays 
 from __future__ import annotations
 
 import ctypes
+import struct
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from deltackpt_store.fileio import Buffer
 
 Bytes = NDArray[np.uint8]
 Elements = NDArray[Any]
@@ -25,7 +28,22 @@ _SOURCE = "kernels.c"
 _WIDTHS = (1, 2, 4, 8)
 _LISTED = 15
 
+_STREAM = struct.Struct("<QQBBB15s6x")  # struct stream of the source
+
 _POINTER, _SIZE, _INT = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+
+
+class Stream(NamedTuple):
+    """`size` bytes as they are stored: `data`, or if `per_byte` is not 0 packed codes of the values
+    `listed`, and the `others` in order (see `symbols`). Of data of one byte, that stands for all;
+    so does one other.
+    """
+
+    size: int
+    data: Buffer
+    per_byte: int = 0
+    listed: bytes = b""
+    others: Buffer = b""
 
 
 class Native:
@@ -41,13 +59,11 @@ class Native:
             w: function(f"split_{w}", None, _POINTER, _POINTER, _SIZE, _POINTER) for w in _WIDTHS
         }
         self._join = {
-            w: function(f"join_{w}", None, _POINTER, _POINTER, _SIZE, _POINTER, _POINTER)
-            for w in _WIDTHS
+            w: function(f"join_{w}", None, _POINTER, _SIZE, _POINTER, _POINTER) for w in _WIDTHS
         }
         self._suit = function("symbols_suit", _INT, _POINTER, _SIZE, _POINTER)
         self._pack = function("symbols_pack", _SIZE, _POINTER, _SIZE, _INT, *(_POINTER,) * 3)
         self._others = function("symbols_others", _SIZE, _POINTER, _SIZE, _INT)
-        self._unpack = function("symbols_unpack", None, _POINTER, _SIZE, _INT, *(_POINTER,) * 3)
         self._round = function("round_bfloat16", _INT, _POINTER, _SIZE, _POINTER)
         self._adam = function("adam_step", None, *(_POINTER,) * 6, _SIZE)
 
@@ -58,11 +74,15 @@ class Native:
         self._split[width](_address(values), _address(reference), count, _address(planes))
         return list(planes)
 
-    def join(self, planes: Sequence[Bytes], reference: Elements | None, out: Elements) -> None:
-        """Undo `split` into `out`; a plane of stride 0 is one byte that stands for all."""
-        places = (_POINTER * len(planes))(*map(_address, planes))
-        strides = bytes(plane.strides[0] for plane in planes)
-        self._join[out.itemsize](places, strides, len(out), _address(reference), _address(out))
+    def join(self, streams: Sequence[Stream], reference: Elements | None, out: Elements) -> None:
+        """Undo `split` into `out`, from streams as they are stored."""
+        rows = b"".join(
+            _STREAM.pack(
+                _place(data), _place(others), len(data) != 1, len(others) != 1, per_byte, listed
+            )
+            for _, data, per_byte, listed, others in streams
+        )
+        self._join[out.itemsize](rows, len(out), _address(reference), _address(out))
 
     def suit(self, stream: Bytes) -> tuple[int, bytes]:
         """Symbols to a byte (0, 2 or 4), and the 15 most frequent values."""
@@ -78,15 +98,9 @@ class Native:
         )
         return codes, others[:count]
 
-    def others(self, codes: Bytes, per_byte: int, size: int) -> int:
+    def others(self, codes: Buffer, per_byte: int, size: int) -> int:
         """How many of the first `size` packed codes stand for bytes that are not listed."""
-        return self._others(_address(codes), size, per_byte)
-
-    def unpack(self, codes: Bytes, per_byte: int, listed: bytes, size: int, others: Bytes) -> Bytes:
-        """Undo `pack`; as many `others` as :meth:`others` says."""
-        stream = np.empty(size, np.uint8)
-        self._unpack(_address(codes), size, per_byte, listed, _address(others), _address(stream))
-        return stream
+        return self._others(_place(codes), size, per_byte)
 
     def round_bfloat16(self, words: Elements, out: Elements) -> bool:
         """Round float32 bits; whether there is a NaN, whose result means nothing."""
@@ -105,6 +119,10 @@ class Native:
 
 def _address(array: NDArray[Any] | None) -> int | None:
     return None if array is None else array.ctypes.data
+
+
+def _place(data: Buffer) -> int:
+    return np.frombuffer(data, np.uint8).ctypes.data if len(data) else 0
 
 
 def load(folder: Path) -> Native | None:

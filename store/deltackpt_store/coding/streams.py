@@ -28,7 +28,9 @@ import zstandard
 from numpy.typing import NDArray
 
 from deltackpt_store.coding import symbols
+from deltackpt_store.coding.kernels import Stream
 from deltackpt_store.coding.symbols import (
+    count_others,
     listed_count,
     pack_symbols,
     suits,
@@ -148,6 +150,16 @@ def _pack_plain(stream: Bytes, coded: int, press: Press) -> tuple[int, Buffer]:
     return coded, data
 
 
+def spread(stream: Stream) -> Bytes:
+    """The bytes of a stream; of a stride of 0 where one stands for all."""
+    size, data, per_byte, listed, others = stream
+    stored = np.frombuffer(data, np.uint8)
+    if not per_byte:
+        return stored if len(stored) == size else np.broadcast_to(stored, size)
+    codes = np.broadcast_to(stored, -(-size // per_byte))
+    return unpack_symbols(codes, per_byte, listed, size, np.frombuffer(others, np.uint8))
+
+
 class Unpacker:
     """Reads streams one after the other; every length is checked before memory is taken.
 
@@ -177,33 +189,34 @@ class Unpacker:
         self._at += 1
         return self._table[self._at - 1]
 
-    def stream(self, size: int) -> Bytes:
-        """The next stream, which has `size` bytes; may be a view of the payload, and is one byte
-        with a stride of 0 when it is constant."""
+    def stream(self, size: int) -> Stream:
+        """The next stream, which has `size` bytes; may be a view of the payload."""
         method = self.byte()
         if method not in PER_BYTE:
-            return self._plain(method, size)
+            return Stream(size, self._plain(method, size))
         per_byte = PER_BYTE[method]
         listed = bytes(self.bytes(listed_count(per_byte)))
-        codes = self._plain(self.byte(), -(-size // per_byte))
-        return unpack_symbols(
-            codes, per_byte, listed, size, lambda count: self._plain(self.byte(), count)
-        )
+        length = -(-size // per_byte)
+        codes = self._plain(self.byte(), length)
+        packed = codes if len(codes) == length else bytes(codes) * length
+        others = self._plain(self.byte(), count_others(packed, per_byte, size))
+        return Stream(size, codes, per_byte, listed, others)
 
-    def _plain(self, method: int, size: int) -> Bytes:
+    def _plain(self, method: int, size: int) -> Buffer:
+        """`size` bytes, or one that stands for all."""
         if method == RAW:
-            return np.frombuffer(self.bytes(size), np.uint8)
+            return self.bytes(size)
         if method == CONSTANT:
             if not size:
                 raise damaged("an empty stream has a value")
-            return np.broadcast_to(np.frombuffer(self.bytes(1), np.uint8), size)
+            return self.bytes(1)
         if method not in (LZ4, ZSTD):
             raise damaged(f"method {method} is not one")
         data = self.bytes(self.number())
         raw = _unlz4(data, size) if method == LZ4 else _unzstd(data, size)
         if len(raw) != size:
             raise damaged("a stream has another length")
-        return np.frombuffer(raw, np.uint8)
+        return raw
 
     def bytes(self, size: int) -> memoryview:
         """The next `size` bytes of the payload as they are."""

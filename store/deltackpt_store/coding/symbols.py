@@ -9,13 +9,13 @@ follow in a stream of their own.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from deltackpt_store.coding import kernels
+from deltackpt_store.fileio import Buffer
 
 Bytes = NDArray[np.uint8]
 
@@ -89,18 +89,20 @@ def _crumbs(stream: Bytes, listed: bytes, codes: Bytes) -> None:
     codes *= stream != listed[0]  # 0, 1, 2, 3
 
 
-def unpack_symbols(
-    packed: Bytes, per_byte: int, listed: bytes, size: int, others: Callable[[int], Bytes]
-) -> Bytes:
-    """The first `size` values of packed codes; `others` gives the so many that are not listed."""
+def count_others(packed: Buffer, per_byte: int, size: int) -> int:
+    """How many of the first `size` packed codes stand for values that are not listed."""
     if kernels.native is not None:
-        packed = np.ascontiguousarray(packed)
-        rest = others(kernels.native.others(packed, per_byte, size))
-        return kernels.native.unpack(packed, per_byte, listed, size, np.ascontiguousarray(rest))
+        return kernels.native.others(packed, per_byte, size)
+    codes = _CODES[per_byte].take(np.frombuffer(packed, np.uint8), axis=0).reshape(-1)[:size]
+    return int(np.count_nonzero(codes == _LISTED[per_byte]))
+
+
+def unpack_symbols(packed: Bytes, per_byte: int, listed: bytes, size: int, others: Bytes) -> Bytes:
+    """The first `size` values of packed codes; `others` are those that are not listed, or one
+    value that stands for all of them."""
     escape = next(value for value in range(256) if value not in listed)
     values = np.frombuffer(listed + bytes((escape,)), np.uint8)
     table = values.take(_CODES[per_byte]).view(_WORD[per_byte])[:, 0]
     stream = table.take(packed).view(np.uint8)[:size]
-    places = np.flatnonzero(stream == escape)
-    stream[places] = others(len(places))
+    stream[stream == escape] = others
     return stream
