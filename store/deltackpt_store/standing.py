@@ -48,6 +48,7 @@ class Standing:
         self._lease = lease
         self._entered = False
         self._owed: Claims | None = None  # acknowledgement that could not be written yet
+        self._doubted = False  # the generation of the number that was heeded may be another one
         self.strict = False
         """A collection may have passed this writer by: every commit is proved."""
 
@@ -69,7 +70,7 @@ class Standing:
         if self._owed is not None:
             self._acknowledge(self._owed)
         number = self._newest()
-        if number == self.seen:
+        if number == self.seen and not self._doubted:
             return False
         try:
             generation = read_generation(self._io, self._root, number)
@@ -84,6 +85,7 @@ class Standing:
         self.packs = generation.packs - claims.packs
         self.manifests = generation.manifests - claims.manifests
         self.generation = generation
+        self._doubted = False
         if protected:
             self._acknowledge(claims)
         return True
@@ -114,15 +116,16 @@ class Standing:
         """Make sure that the commit just created at `path` counts, or take it back.
 
         While the lease is intact a collection that this writer has not acknowledged is still going
-        to see the commit. Without one, either the generation has not moved since what the commit
-        builds upon was looked up, or everything it needs is looked up again.
+        to see the commit. Without one everything it needs is looked up again; but where there are
+        no locks, only when the generation has moved since that was looked up first.
 
         ConflictError when its number was passed by, StateError (kind ``collected``) when what it
         builds upon may have been deleted: the commit is gone again, and nobody was told of it.
         """
+        leased = self.leased
         number = self._newest()
         generation: Generation | None = self.generation
-        if number != self.seen:
+        if number != self.seen or not leased:  # numbers begin anew where somebody has emptied gc/
             try:
                 generation = read_generation(self._io, self._root, number)
             except DeltackptError as error:
@@ -135,13 +138,12 @@ class Standing:
                 kind="commit-taken", run=commit.run, number=commit.number, step=commit.step,
                 hint="let one writer at a time save to a run, or give this one its own run",
             )  # fmt: skip
-        if self.leased and not self.strict:
-            return
-        if number == self.seen and not self.strict:
+        if not self.strict and (leased or (self._lease is None and number == self.seen)):
             return
         self.strict = True
         if generation is not None and _is_whole(self._io, self._root, commit, generation):
             return
+        self._doubted = True
         self._withdraw(path)
         raise StateError(
             f"garbage collection took this writer for dead, and step {commit.step} of run"

@@ -7,20 +7,24 @@ from collections.abc import Generator
 
 from deltackpt_store.errors import ConflictError, StorageError
 from deltackpt_store.fileio import FileIO, make_directory
+from deltackpt_store.leases import remove_acks
 from deltackpt_store.oserror import NO_LOCKS, storage_error
 from deltackpt_store.reserve import with_reserve
 
 
-def collection_lock(io: FileIO, root: str) -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def collection_lock(io: FileIO, root: str) -> Generator[None]:
     """Hold the lock of garbage collection and repair.
 
     ConflictError (kind ``gc-running``) when somebody else does, StorageError (``no-locks``) where
     there are none.
     """
-    return _locked(
+    with _locked(
         io, root, "gc/lock", kind="gc-running", who="garbage collection or repair",
         what="garbage collection", verb="collect",
-    )  # fmt: skip
+    ):  # fmt: skip
+        remove_acks(io, root)  # numbers begin anew where somebody has removed the generations
+        yield
 
 
 def compaction_lock(io: FileIO, root: str) -> contextlib.AbstractContextManager[None]:

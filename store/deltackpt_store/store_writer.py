@@ -151,6 +151,7 @@ class StoreWriter:
         for again, and every commit is proved.
         """
         found = explain(self._io, self._root, error)
+        self._heeding = False  # folders that are gone are made again
         if found.kind == VANISHED:
             self._standing.strict = True
             self._holdings.doubt_all(self._standing.packs)

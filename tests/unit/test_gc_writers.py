@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -452,3 +453,51 @@ def test_without_locks_a_writer_saves_and_proves(
     author.close()
     assert "garbage collection must not run" in caplog.text
     check_everything(store)
+
+
+# somebody empties gc/ ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lost", ["all", "folder", "generations"])
+def test_generations_that_begin_anew_are_no_old_news(
+    store: Store, new: Callable[..., Author], lost: str
+) -> None:
+    """A generation of the number that the writer has heeded may be another one."""
+    with_garbage(store, new)
+    other = new("other", "other")
+    spare = other.save(1, ["spare"])
+    other.save(2, ["base"])
+    other.close()
+    assert collect(store).generation == 1
+    author = new("living", "living")
+    author.save(1, ["x"])
+    author.prepare(["spare"])
+    retire(store, [spare])
+    for name in os.listdir(f"{store.path}/gc"):
+        path = Path(store.path, "gc", name)
+        if path.is_file():
+            path.unlink()
+        elif lost != "generations":
+            shutil.rmtree(path)
+    if lost == "folder":
+        os.rmdir(f"{store.path}/gc")
+    if lost == "generations":  # the lease is there, and so is the answer to the old number
+        with pytest.raises(ConflictError, match="have not let go"):
+            collect(store, accept_lost=True, timeout=0)
+        check_everything(store, [author.finish(2)])
+        return
+    assert len(collect(store, accept_lost=True).packs) == 1
+    with pytest.raises(StateError, match="took this writer for dead"):
+        author.finish(2)
+    check_everything(store, [author.save(2, ["spare"])])
+
+
+def test_a_writer_makes_a_lost_folder_of_collection_again(
+    store: Store, new: Callable[..., Author]
+) -> None:
+    author = new()
+    author.save(1, ["x"])
+    shutil.rmtree(f"{store.path}/gc")
+    with pytest.raises(StorageError, match="gc"):
+        author.save(2, ["y"])
+    check_everything(store, [author.save(2, ["y"])])
