@@ -18,6 +18,8 @@ NUMBER_DIGITS = 20
 MAX_NUMBER = 10**18
 """Commits and generations have smaller numbers: a file of a larger one is something else."""
 RETIRED_SUFFIX = ".retired"
+LATEST = "latest"
+"""In place of a step: the newest one."""
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}\Z")
 _NUMBER = re.compile(r"[0-9]{20}\Z")
@@ -116,14 +118,14 @@ class StepName(NamedTuple):
 
 def parse_step_name(text: str) -> StepName:
     """Split a step name; InvalidInputError says which forms exist."""
-    if text == "latest":
+    if text == LATEST:
         return StepName(None, None, None)
     run, at, step = text.rpartition("@")
     if not at:
         return StepName(None, None, check_name(text, "run or pin"))
     if run:
         check_name(run, "run")
-    if step == "latest":
+    if step == LATEST:
         return StepName(run or None, None, None)
     if _STEP.match(step):
         return StepName(run or None, int(step), None)

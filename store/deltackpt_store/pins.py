@@ -13,12 +13,20 @@ from blake3 import blake3
 from deltackpt_store.errors import (
     ConflictError,
     CorruptionError,
+    InvalidInputError,
     NotFoundError,
     UnsupportedFormatError,
 )
 from deltackpt_store.fileio import make_directory, publish_bytes
 from deltackpt_store.manifest import Commit
-from deltackpt_store.names import MAX_NUMBER, RETIRED_SUFFIX, check_name, is_name, number_name
+from deltackpt_store.names import (
+    LATEST,
+    MAX_NUMBER,
+    RETIRED_SUFFIX,
+    check_name,
+    is_name,
+    number_name,
+)
 from deltackpt_store.oserror import storage_error
 from deltackpt_store.records import Damaged, RecordFiles, some_of
 
@@ -101,7 +109,11 @@ class PinFiles(RecordFiles):
         From here on neither retention nor collection takes the commit. NotFoundError (kind
         ``retired``) when retention did so before.
         """
-        check_name(name, "pin")
+        if check_name(name, "pin") == LATEST:
+            raise InvalidInputError(
+                f"{name!r} cannot be the name of a pin: it means the newest step of a run",
+                kind="bad-name", hint="choose another name", name=name,
+            )  # fmt: skip
         pin = Pin(commit.run, commit.number, commit.step, commit.digest)
         body = _PIN_MAGIC + msgspec.msgpack.encode(pin)
         path = f"{self.path}/pins/{name}"

@@ -426,6 +426,30 @@ def test_a_link_beside_a_report_is_not_written_through(
     assert opened
 
 
+@pytest.mark.parametrize(
+    "place", ["store/FORMAT", "store/new", "link/FORMAT", "store/packs/new", "to"]
+)
+def test_no_output_is_written_into_a_store(tmp_path: Path, place: str) -> None:
+    """Prevents: a command that only reads replaces a file of the store: report -o STORE/FORMAT."""
+    store, target = tmp_path / "store", str(tmp_path / place)
+    save_state(store, {"w": torch.ones(3)})
+    os.rename(store / "packs", tmp_path / "packs")
+    (store / "packs").symlink_to(tmp_path / "packs")
+    (tmp_path / "link").symlink_to("store")
+    (tmp_path / "to").symlink_to("store/FORMAT")
+    before = {path: path.read_bytes() for path in store.rglob("*") if path.is_file()}
+    said = [run(store, "main", target, "--format", "torch", "--force", code=2).stderr]
+    for more in (["-o", target], ["-o", str(tmp_path / "r.html"), "--png", target]):
+        result = CliRunner().invoke(cli, ["report", str(store), *more])
+        assert result.exit_code == 2
+        said.append(result.stderr)
+    assert {text.splitlines()[0] for text in said} == {
+        f"deltackpt: {target} lies in the store {store}"
+    }
+    assert {path: path.read_bytes() for path in store.rglob("*") if path.is_file()} == before
+    assert not (tmp_path / "r.html").exists()
+
+
 @pytest.mark.parametrize("name", ["out.safetensors", "out.pt"])
 def test_damage_met_half_way_leaves_no_file(tmp_path: Path, name: str) -> None:
     """Half a file under the final name would be loaded by somebody."""

@@ -369,6 +369,8 @@ def test_pins(small: SmallStore) -> None:
             store.pin(name, one)
         with pytest.raises(InvalidInputError):
             store.unpin(name)
+    with pytest.raises(InvalidInputError, match="it means the newest step"):
+        store.pin("latest", one)
 
 
 def test_damaged_pins(small: SmallStore) -> None:

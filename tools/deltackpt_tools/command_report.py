@@ -11,15 +11,20 @@ from deltackpt_tools.durations import DURATION
 from deltackpt_tools.exits import Exit
 from deltackpt_tools.output import counted, document, json_option, size, store_argument, write_json
 from deltackpt_tools.progress import Progress
-from deltackpt_tools.publish import published
+from deltackpt_tools.publish import check_target, published
 from deltackpt_tools.reporting import MTBF, Report, report
 
 
 def _write(path: str, data: bytes) -> None:
     """Create or replace `path` in one go."""
+    with published(path, force=True) as file:
+        file.write(data)
+
+
+def _check(path: str) -> None:
+    """Refuse a target that cannot be written before anything is read for it."""
     try:
-        with published(path, force=True) as file:
-            file.write(data)
+        check_target(path, force=True)
     except NotFoundError as error:
         raise StorageError(f"cannot write {path}: {error.message}", hint=error.hint) from error
 
@@ -92,6 +97,8 @@ def command(
     The page is one file that fetches nothing: mail it, keep it with the run. All runs are shown
     (or RUN only). Exit code 12 when damage was found (the page lists it).
     """
+    for target in filter(None, (output, png)):
+        _check(target)
     with Progress("steps", unit="") as progress:
         result = report(
             store_path, run, values=values, verify=None if level == "none" else level, mtbf=mtbf,

@@ -22,6 +22,7 @@ from deltackpt_store.errors import (
     NotFoundError,
     StorageError,
 )
+from deltackpt_store.format_file import FORMAT_NAME
 from deltackpt_store.oserror import hint_for
 
 from deltackpt_tools.exits import Exit
@@ -40,8 +41,24 @@ def check_target(path: str, *, force: bool) -> None:
         raise InvalidInputError(
             f"{path} is {what}", kind="output-exists", hint="name a file", path=path
         )
+    store = _store_around(os.path.realpath(path)) or _store_around(os.path.abspath(path))
+    if store:
+        raise InvalidInputError(
+            f"{path} lies in the store {store}",
+            kind="output-in-store", hint="name a file outside of it", path=path,
+        )  # fmt: skip
     if os.path.lexists(path) and not force:
         raise _exists(path)
+
+
+def _store_around(path: str) -> str | None:
+    """The store in which `path`, which is absolute, lies."""
+    folder = os.path.dirname(path)
+    while folder != path:
+        if os.path.isfile(os.path.join(folder, FORMAT_NAME)) and os.path.isdir(f"{folder}/packs"):
+            return folder
+        path, folder = folder, os.path.dirname(folder)
+    return None
 
 
 def cannot_write(error: OSError, path: str) -> StorageError:
@@ -90,7 +107,7 @@ def published(path: str, *, force: bool) -> Generator[BufferedRandom, None, None
     On any exception (Ctrl-C and SIGTERM included) nothing of it remains, and a file that was at
     `path` before is untouched. Where a symbolic link is at `path` it is written what that leads to.
     Durable on return. Raises InvalidInputError when `path` exists and
-    not `force`, StorageError when the file system refuses.
+    not `force` or lies in a store, StorageError when the file system refuses.
     """
     check_target(path, force=force)
     told, path = path, os.path.realpath(path)
