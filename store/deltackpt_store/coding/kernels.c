@@ -121,17 +121,18 @@ static inline __attribute__((always_inline)) uint64_t equals(const uint8_t *code
 /* How a stream of `size` bytes is best packed, judged on a sample: symbols to a byte (0, 2 or 4), and
    the values to list (15, the most frequent first, of equals the lowest). */
 API int symbols_suit(const uint8_t *stream, size_t size, uint8_t *listed) {
-  int32_t counts[256] = {0};
-  int32_t total = 0, sum = 0, three = 0;
+  uint32_t counts[256] = {0}; /* above the value's complement, so that the highest is the one */
+  uint32_t total = 0, sum = 0, three = 0;
   for (size_t i = 0, step = size / SAMPLE | 1; i < size; i += step, total++) counts[stream[i]]++;
+  for (uint32_t value = 0; value < 256; value++) counts[value] = counts[value] << 8 | (255 - value);
   for (int place = 0; place < 15; place++) {
-    int best = 0;
-    for (int value = 1; value < 256; value++)
-      if (counts[value] > counts[best]) best = value;
-    if (!place && (counts[best] * 25 < total || counts[best] * 200 >= total * 199)) return 0;
-    listed[place] = (uint8_t)best;
-    sum += counts[best];
-    counts[best] = -1;
+    uint32_t best = 0;
+    for (int value = 0; value < 256; value++) best = best > counts[value] ? best : counts[value];
+    uint32_t count = best >> 8;
+    if (!place && (count * 25 < total || count * 200 >= total * 199)) return 0;
+    listed[place] = (uint8_t)(255 - best);
+    counts[listed[place]] = 0;
+    sum += count;
     if (place == 2) three = sum;
   }
   if (three * 50 >= total * 37) return CRUMBS;

@@ -31,6 +31,7 @@ _LISTED = 15
 _STREAM = struct.Struct("<QQBBB15s6x")  # struct stream of the source
 
 _POINTER, _SIZE, _INT = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+_BYTE = ctypes.c_char
 
 
 class Stream(NamedTuple):
@@ -78,7 +79,12 @@ class Native:
         """Undo `split` into `out`, from streams as they are stored."""
         rows = b"".join(
             _STREAM.pack(
-                _place(data), _place(others), len(data) != 1, len(others) != 1, per_byte, listed
+                _address(data) or 0,
+                _address(others) or 0,
+                len(data) != 1,
+                len(others) != 1,
+                per_byte,
+                listed,
             )
             for _, data, per_byte, listed, others in streams
         )
@@ -100,7 +106,7 @@ class Native:
 
     def others(self, codes: Buffer, per_byte: int, size: int) -> int:
         """How many of the first `size` packed codes stand for bytes that are not listed."""
-        return self._others(_place(codes), size, per_byte)
+        return self._others(_address(codes), size, per_byte)
 
     def round_bfloat16(self, words: Elements, out: Elements) -> bool:
         """Round float32 bits; whether there is a NaN, whose result means nothing."""
@@ -117,12 +123,16 @@ class Native:
         )  # fmt: skip
 
 
-def _address(array: NDArray[Any] | None) -> int | None:
-    return None if array is None else array.ctypes.data
-
-
-def _place(data: Buffer) -> int:
-    return np.frombuffer(data, np.uint8).ctypes.data if len(data) else 0
+def _address(data: Any) -> int | None:
+    """Of an array or other buffer; None where there is nothing."""
+    if data is None or not len(data):
+        return None
+    try:
+        return ctypes.addressof(_BYTE.from_buffer(data))  # three times as quick as NumPy
+    except TypeError:  # memory that is only to be read
+        return np.frombuffer(data, np.uint8).ctypes.data
+    except ValueError:  # planes of no bytes
+        return None
 
 
 def load(folder: Path) -> Native | None:
