@@ -6,7 +6,7 @@ import errno
 import os
 
 from deltackpt_store.errors import NO_MEMORY, StorageError
-from deltackpt_store.fileio import is_link
+from deltackpt_store.fileio import FileIO, is_link
 
 _FOLDERS = ("/pins", "/manifests", "/packs")
 _HINTS = {
@@ -87,3 +87,11 @@ def storage_error(error: OSError, doing: str, path: str) -> StorageError:
         errno=code,
         path=path,
     )
+
+
+def sync_directory(io: FileIO, path: str) -> None:
+    """Make the names in `path` durable (StorageError)."""
+    try:
+        io.sync_directory(path)
+    except OSError as error:
+        raise storage_error(error, "make durable the directory", path) from error

@@ -22,7 +22,7 @@ from deltackpt_store.fileio import (
     make_subdirectory,
     temporary_name,
 )
-from deltackpt_store.oserror import storage_error
+from deltackpt_store.oserror import storage_error, sync_directory
 from deltackpt_store.pack import (
     ALIGNED_BYTES,
     ALIGNMENT,
@@ -317,11 +317,3 @@ class PackWriter:
     def abort(self) -> None:
         """Give up an unfinished pack and remove its temporary file."""
         self._file.discard()
-
-
-def sync_directory(io: FileIO, path: str) -> None:
-    """Make the names in `path` durable (StorageError)."""
-    try:
-        io.sync_directory(path)
-    except OSError as error:
-        raise storage_error(error, "make durable the directory", path) from error

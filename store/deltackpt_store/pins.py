@@ -27,7 +27,7 @@ from deltackpt_store.names import (
     is_name,
     number_name,
 )
-from deltackpt_store.oserror import storage_error
+from deltackpt_store.oserror import storage_error, sync_directory
 from deltackpt_store.records import Damaged, RecordFiles, some_of
 
 _log = logging.getLogger("deltackpt.store")
@@ -128,6 +128,7 @@ class PinFiles(RecordFiles):
                     hint=f"unpin {name} first, or choose another name",
                     name=name,
                 ) from None
+            sync_directory(self.io, f"{self.path}/pins")  # who made it may have been killed
             return
         except OSError as error:
             raise storage_error(error, "write the pin", path) from error

@@ -132,6 +132,7 @@ class LostRepair:
                 self.mended.append(Mended(kind="manifest", name=path, source=source))
             if not self._dry_run:
                 make_directories(io, f"{root}/runs/{lost.run}", within=root)
+                io.sync_directory(f"{root}/runs")  # who made the folder may have been killed
                 publish_bytes(io, f"{root}/{lost.path}", copy.data)
         except CorruptionError as error:
             self._leave(lost, error.message)

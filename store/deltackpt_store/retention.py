@@ -30,7 +30,7 @@ from deltackpt_store.leases import held_commits
 from deltackpt_store.lost_chunks import lost_chunks
 from deltackpt_store.manifest import Commit
 from deltackpt_store.names import RETIRED_SUFFIX, number_name
-from deltackpt_store.oserror import storage_error
+from deltackpt_store.oserror import storage_error, sync_directory
 from deltackpt_store.pack_set import PackSet
 from deltackpt_store.reserve import with_reserve
 from deltackpt_store.store import Store
@@ -175,10 +175,7 @@ def retire(store: Store, commits: Iterable[Commit]) -> None:
         except OSError as error:
             raise storage_error(error, "retire the commit by", path) from error
     for directory in sorted(directories):
-        try:
-            store.io.sync_directory(directory)
-        except OSError as error:
-            raise storage_error(error, "make durable the directory", directory) from error
+        sync_directory(store.io, directory)
 
 
 # rules ------------------------------------------------------------------------------------------

@@ -46,10 +46,9 @@ from deltackpt_store.names import (
     highest_number,
     number_name,
 )
-from deltackpt_store.oserror import storage_error
+from deltackpt_store.oserror import storage_error, sync_directory
 from deltackpt_store.pack import MAX_CHUNK_BYTES, pack_path
 from deltackpt_store.pack_output import PackOutput
-from deltackpt_store.pack_writer import sync_directory
 from deltackpt_store.presence import KIND as VANISHED
 from deltackpt_store.presence import check_there, explain, make_empty_folders
 from deltackpt_store.standing import Standing
@@ -130,9 +129,11 @@ class StoreWriter:
         What it condemns is not built upon from here on. Costs one directory listing. StorageError.
         """
         self._check_process()
-        if not self._heeding:
-            make_empty_folders(self._io, self._root, FOLDERS)
         try:
+            if not self._heeding:
+                make_empty_folders(self._io, self._root, FOLDERS)
+                for folder in ("", "/packs", "/runs"):  # who made a folder may have been killed
+                    sync_directory(self._io, f"{self._root}{folder}")
             moved = self._standing.heed(self._claims)
         except StorageError as error:
             raise self.explain(error) from error

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from deltackpt_store.errors import NotFoundError
+from deltackpt_store import store_writer
+from deltackpt_store.errors import NotFoundError, StateError
 from deltackpt_store.fileio import make_directories
 from deltackpt_store.gc import collect
 from deltackpt_store.store import Store
@@ -80,6 +81,36 @@ def test_a_store_that_was_being_made_is_complete_or_not_there() -> None:
         saver.writer.close()
         check_whole(store, {0}, crash)
     assert found > 1
+
+
+class Killed(BaseException):
+    """The process is gone."""
+
+
+@pytest.mark.parametrize("folder", ["packs", "runs"])
+def test_folders_that_a_killed_process_made_are_durable_when_a_save_in_them_is(
+    folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk, saver = saver_on_a_disk()
+    sync, listed = disk.sync_directory, disk.list
+
+    def killed(path: str) -> None:
+        if path == f"{PATH}/{folder}" and listed(path):
+            raise Killed
+        sync(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(disk, "sync_directory", killed)
+        with pytest.raises((Killed, StateError)):
+            saver.save(0)
+    assert disk.list(f"{PATH}/{folder}")
+    disk.end_processes()
+    monkeypatch.setattr(store_writer.secrets, "token_hex", lambda _: saver.writer.writer[:2] * 8)
+    again = Saver(PATH, disk)
+    again.save(1)
+    disk.mark(1)
+    again.writer.close()
+    check_crash_states(disk, recover, accept, random_states=2)
 
 
 # case 83

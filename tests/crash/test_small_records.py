@@ -65,6 +65,31 @@ def test_pins_are_durable_when_they_are_told(disk: SimulatedDisk, figure: Figure
     assert len(told) == 2
 
 
+class Killed(BaseException):
+    """The process is gone."""
+
+
+def test_a_pin_that_a_killed_process_made_is_durable_when_it_is_told_again(
+    disk: SimulatedDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    author = Author(Store.open(PATH, io=disk), "main")
+    commit = author.save(1, ["a"])
+    author.close()
+    store = Store.open(PATH, io=disk)
+
+    def killed(path: str) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(disk, "sync_directory", killed)
+        with pytest.raises(Killed):
+            store.pin("good", commit)
+    start = disk.operations
+    store.pin("good", commit)
+    disk.mark(["good"])
+    assert check_crash_states(disk, pinned, newest_mark, start=start).states
+
+
 def test_retirement_is_durable_when_it_is_told(disk: SimulatedDisk, figure: Figure) -> None:
     author = Author(Store.open(PATH, io=disk), "main")
     for step in (1, 2, 3):
