@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 from collections.abc import Callable
@@ -54,19 +55,18 @@ def open_session(
         if isinstance(error, DeltackptError):
             raise
         raise storage_error(error, "write to the run", directory) from error
-    lease: Lease | None = None
-    try:
+    with contextlib.ExitStack() as failed:
+        failed.callback(lock.release)
         # Before the index: what is found from here on is not collected behind this writer's back.
         lease = Lease.take(store.io, store.path, secrets.token_hex(8))
+        if lease is not None:
+            failed.callback(lease.release)
         make_reserve(store.io, store.path)
         index = open_index(store)
+        failed.callback(index.close)
         session = RunWriter(store, hello, ring, index=index, lock=lock, lease=lease, send=send,
                             crew=crew)  # fmt: skip
-    except BaseException:
-        if lease is not None:
-            lease.release()
-        lock.release()
-        raise
+        failed.pop_all()
     send(session.ready())
     return session
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from deltackpt_store import coding_policy, open_run, runlock, session
+from deltackpt_store import coding_policy, lmdb_env, open_run, runlock, session
 from deltackpt_store.client import WriterClient
 from deltackpt_store.errors import (
     ConflictError,
@@ -789,4 +789,5 @@ def test_a_run_without_a_readable_commit_says_how_to_go_on(start: Start, tmp_pat
     told = str(caught.value)
     assert os.path.relpath(record, tmp_path / "store") in told
     assert all(way in told for way in ("verify", "repair", "another run name"))
+    assert not [path for path in lmdb_env._open if path.startswith(str(tmp_path))]
     assert start("other").save_now(2).step == 2
