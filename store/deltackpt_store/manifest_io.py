@@ -390,6 +390,12 @@ def decode_commit(data: bytes, *, name: str = "commit") -> Commit:
 # shared -----------------------------------------------------------------------------------------
 
 
+def damaged_manifest(digest: bytes, what: str) -> CorruptionError:
+    """The error for the manifest of that digest, which `what` says is wrong."""
+    name = f"manifests/{digest.hex()}"
+    return CorruptionError(f"manifest {name} {what}", kind="damaged-manifest", path=name)
+
+
 def _bad(reason: str, what: str, name: str) -> CorruptionError:
     return CorruptionError(f"{what} {name} is damaged: {reason}", kind=f"damaged-{what}", path=name)
 

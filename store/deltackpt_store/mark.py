@@ -18,6 +18,7 @@ from deltackpt_store.errors import CorruptionError, StorageError
 from deltackpt_store.fetch import MAX_DEPTH
 from deltackpt_store.fileio import Buffer
 from deltackpt_store.manifest import ID_BYTES, Manifest
+from deltackpt_store.manifest_io import damaged_manifest
 from deltackpt_store.roots import Roots
 from deltackpt_store.store import Store
 
@@ -286,7 +287,7 @@ def _mark_base(store: Store, base: bytes, users: Iterable[bytes], marking: Marki
     catalogue = marking.catalogue
     whole = store.manifest(base, views=True)
     if whole.base is not None:
-        raise _bad(base, "is named as a base and is none")
+        raise damaged_manifest(base, "is named as a base and is none")
     extents = list(whole.chunks)
     lengths = [len(whole.chunks[extent]) // ID_BYTES for extent in extents]
     first = dict(zip(extents, np.cumsum([0, *lengths]).tolist(), strict=False))
@@ -303,7 +304,7 @@ def _mark_base(store: Store, base: bytes, users: Iterable[bytes], marking: Marki
             continue
         delta = store.manifest(digest, views=True)
         if delta.base != base:
-            raise _bad(digest, "has another base than its commit says")
+            raise damaged_manifest(digest, "has another base than its commit says")
         mine = np.ones(len(groups), np.bool_)
         parts: list[Buffer] = []
         for extent, start, length in _spans(delta, first, extents, lengths, digest):
@@ -314,7 +315,7 @@ def _mark_base(store: Store, base: bytes, users: Iterable[bytes], marking: Marki
                 positions, ids = delta.patches[extent]
                 rows = np.frombuffer(positions, "<u4")
                 if len(rows) and int(rows.max()) >= length:
-                    raise _bad(digest, "has a patch that does not fit its extent")
+                    raise damaged_manifest(digest, "has a patch that does not fit its extent")
                 mine[start + rows.astype(np.int64)] = False
                 parts.append(ids)
         used |= mine
@@ -332,7 +333,7 @@ def _spans(
     size = dict(zip(extents, lengths, strict=True))
     changed = [*delta.chunks, *delta.patches]
     if not size.keys() >= set(changed):
-        raise _bad(digest, "changes what its base does not have")
+        raise damaged_manifest(digest, "changes what its base does not have")
     return [(extent, first[extent], size[extent]) for extent in changed]
 
 
@@ -342,7 +343,7 @@ def _find(catalogue: Catalogue, lists: Iterable[Buffer], digest: bytes) -> Itera
     size = 0
     for ids in chain(lists, [b""]):
         if len(ids) % ID_BYTES:
-            raise _bad(digest, "has a list of chunk ids that is cut short")
+            raise damaged_manifest(digest, "has a list of chunk ids that is cut short")
         small.append(ids)
         size += len(ids)
         if size >= _BLOCK * ID_BYTES or not ids:
@@ -357,11 +358,6 @@ def _known(groups: Ints, digest: bytes) -> Ints:
     if len(groups) and int(groups.min()) < 0:
         raise _lost(f"a chunk that manifest {digest.hex()} needs")
     return groups
-
-
-def _bad(digest: bytes, what: str) -> CorruptionError:
-    name = f"manifests/{digest.hex()}"
-    return CorruptionError(f"manifest {name} {what}", kind="damaged-manifest", path=name)
 
 
 def _lost(what: str) -> CorruptionError:

@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deltackpt_store.catalogue import Catalogue, Ints
-from deltackpt_store.errors import CorruptionError
 from deltackpt_store.manifest import ID_BYTES, Commit, Layout, Manifest
+from deltackpt_store.manifest_io import damaged_manifest
 from deltackpt_store.protocol import extent_keys
 from deltackpt_store.store import Store
 
@@ -74,7 +74,7 @@ def step_groups(
     for digest, mine in users.items():
         base = store.manifest(digest)
         if base.layout is None:
-            raise _damaged(digest, "is named as a base and is none")
+            raise damaged_manifest(digest, "is named as a base and is none")
         shape = Shape(base.layout)
         whole = np.full(shape.size, -1, np.int64)
         _put(catalogue, base, digest, shape, whole)
@@ -95,7 +95,7 @@ def _put(
     for extent, ids in manifest.chunks.items():
         start = shape.first.get(extent)
         if start is None or len(ids) != ID_BYTES * shape.layout.extents[extent].chunk_count:
-            raise _damaged(digest, "does not fit its layout")
+            raise damaged_manifest(digest, "does not fit its layout")
         places.append(np.arange(start, start + len(ids) // ID_BYTES))
         parts.append(ids)
     for extent, (positions, ids) in manifest.patches.items():
@@ -106,14 +106,9 @@ def _put(
             or len(ids) != ID_BYTES * len(rows)
             or (len(rows) and int(rows.max()) >= shape.layout.extents[extent].chunk_count)
         ):
-            raise _damaged(digest, "has a patch that does not fit its extent")
+            raise damaged_manifest(digest, "has a patch that does not fit its extent")
         places.append(start + rows)
         parts.append(ids)
     if places:
         table = np.frombuffer(b"".join(parts), np.uint8).reshape(-1, ID_BYTES)
         groups[np.concatenate(places)] = catalogue.find(table)
-
-
-def _damaged(digest: bytes, what: str) -> CorruptionError:
-    name = f"manifests/{digest.hex()}"
-    return CorruptionError(f"manifest {name} {what}", kind="damaged-manifest", path=name)

@@ -17,6 +17,7 @@ from typing import Any
 from deltackpt_store.errors import (
     ConflictError,
     CorruptionError,
+    DeltackptError,
     InvalidInputError,
     NotFoundError,
     UnsupportedFormatError,
@@ -45,6 +46,7 @@ from deltackpt_store.manifest import Commit, Manifest, Snapshot
 from deltackpt_store.manifest_io import (
     MAX_MANIFEST_BYTES,
     closure_digest,
+    damaged_manifest,
     decode,
     digest_of,
     resolve,
@@ -127,6 +129,8 @@ class Store(History):
         try:
             return cls(where, io, _create(io, where, exist_ok, mode))
         except OSError as error:
+            if isinstance(error, DeltackptError):
+                raise
             raise storage_error(error, "create a store at", where) from error
 
     # manifests and snapshots ---------------------------------------------------------------
@@ -179,15 +183,17 @@ class Store(History):
             raise
         return snapshot
 
-    def _snapshot(self, digest: bytes) -> Snapshot:
+    def _snapshot(self, digest: bytes, *, is_base: bool = False) -> Snapshot:
         with self._lock:
             known = self._bases.get(digest)
         if known is not None:
             return known
         manifest = self.manifest(digest)
         base = None
+        if is_base and manifest.base is not None:
+            raise damaged_manifest(digest, "is named as a base and is none")
         if manifest.base is not None:
-            base = self._snapshot(manifest.base)
+            base = self._snapshot(manifest.base, is_base=True)
         snapshot = resolve(manifest, base, digest=digest, name=f"manifests/{digest.hex()}")
         if manifest.base is None:
             with self._lock:

@@ -82,6 +82,12 @@ def test_what_is_missing_is_found_and_said(
         with pytest.raises(StorageError, match=ROW.get(lacks, lacks)) as caught:
             check_location(Weak(lacks), str(tmp_path))
         assert caught.value.kind == "location"
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(location, "probe", lambda io, path: found)
+            with pytest.raises(StorageError, match=ROW.get(lacks, lacks)) as caught:
+                Store.create(tmp_path / "store")
+        assert caught.value.kind == "location"
+        assert "deltackpt probe" in (caught.value.hint or "")
         return
     check_location(Weak(lacks), str(tmp_path))
     assert f"{ROW.get(lacks, lacks)} does not work" in caplog.text

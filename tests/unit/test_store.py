@@ -28,10 +28,12 @@ from deltackpt_store import (
     StorageError,
     Store,
     UnsupportedFormatError,
+    manifest_io,
 )
 from deltackpt_store.budgeted import Budget
 from deltackpt_store.client import WriterClient
 from deltackpt_store.location import PROBE_PREFIX
+from deltackpt_store.manifest import Manifest
 from deltackpt_store.repair import repair
 from deltackpt_store.store import DIRECTORIES
 from deltackpt_store.store_writer import StoreWriter
@@ -580,6 +582,18 @@ def test_chain_of_deltas_is_refused(small: SmallStore) -> None:
     chained = small.writer.write_manifest(msgspec.structs.replace(manifest, base=second.manifest))
     with pytest.raises(CorruptionError, match="base"):
         small.store.snapshot(chained)
+
+
+def test_a_long_chain_of_deltas_is_refused_at_its_first_link(small: SmallStore) -> None:
+    """A foreign store would have the reader go down manifest by manifest until Python gives up."""
+    digest = small.save("main", 1, TENSORS).manifest
+    for _ in range(sys.getrecursionlimit()):
+        data = manifest_io.encode(Manifest(root=bytes(32), packs=(), base=digest))
+        digest = manifest_io.digest_of(data)
+        Path(small.store.path, "manifests", digest.hex()).write_bytes(data)
+    with pytest.raises(CorruptionError, match="is named as a base and is none") as caught:
+        small.store.snapshot(digest)
+    assert caught.value.kind == "damaged-manifest"
 
 
 @pytest.mark.parametrize("field", ["root", "base", "closure"])
