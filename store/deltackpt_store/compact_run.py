@@ -192,7 +192,11 @@ class Compaction:
         self._report.chunks_copied += len(plan.copy)
 
     def _generation(self) -> Generation:
-        return read_generation(self._io, self._root, newest_number(self._io, self._root))
+        try:
+            number = newest_number(self._io, self._root)
+        except FileNotFoundError:
+            return Generation()  # never collected, and copied without gc/
+        return read_generation(self._io, self._root, number)
 
     # writing -------------------------------------------------------------------------------
 

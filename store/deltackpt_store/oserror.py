@@ -8,7 +8,7 @@ import os
 from deltackpt_store.errors import NO_MEMORY, StorageError
 from deltackpt_store.fileio import FileIO, is_link
 
-_FOLDERS = ("/pins", "/manifests", "/packs")
+_FOLDERS = ("/manifests", "/packs")
 _HINTS = {
     errno.ENOSPC: "free some space on that file system; earlier steps are intact",
     errno.EDQUOT: "the disk quota is used up; earlier steps are intact",
@@ -52,6 +52,11 @@ def hint_for(error: OSError, path: str = "") -> str | None:
             )
         if where.endswith(_FOLDERS):
             return f"a store copied without its empty folders lacks it: mkdir {where}"
+        if where.endswith("/pins"):
+            return (
+                "run `deltackpt repair --from` a copy of the store; if there were no pins (copying"
+                f" leaves an empty folder out): mkdir {where}"
+            )
         if where.endswith("/runs"):
             return "the commits lie there: put that folder back from a copy of the store"
     return _HINTS.get(error.errno)

@@ -17,7 +17,7 @@ from deltackpt_store.errors import (
     NotFoundError,
     UnsupportedFormatError,
 )
-from deltackpt_store.fileio import make_directory, publish_bytes
+from deltackpt_store.fileio import publish_bytes
 from deltackpt_store.manifest import Commit
 from deltackpt_store.names import (
     LATEST,
@@ -107,7 +107,8 @@ class PinFiles(RecordFiles):
         """Call `commit` `name`, durably. ConflictError when the name means another commit.
 
         From here on neither retention nor collection takes the commit. NotFoundError (kind
-        ``retired``) when retention did so before.
+        ``retired``) when retention did so before. StorageError where the folder of pins is gone:
+        an empty one made for this pin would let collection take what others are for.
         """
         if check_name(name, "pin") == LATEST:
             raise InvalidInputError(
@@ -118,7 +119,7 @@ class PinFiles(RecordFiles):
         body = _PIN_MAGIC + msgspec.msgpack.encode(pin)
         path = f"{self.path}/pins/{name}"
         try:
-            make_directory(self.io, f"{self.path}/pins")
+            self.io.list(f"{self.path}/pins")
             publish_bytes(self.io, path, body + blake3(body).digest())
         except FileExistsError:
             held = self.read_pin(name)

@@ -419,7 +419,7 @@ def test_a_link_beside_a_report_is_not_written_through(
     opened: list[str] = []
     monkeypatch.setattr(secrets, "token_hex", lambda size: opened.append("guessed") or "ab" * size)
     (tmp_path / "victim").write_text("precious")
-    for guess in (f"r.html.{os.getpid()}.part", f".r.html.tmp-{'ab' * 6}"):
+    for guess in (f"r.html.{os.getpid()}.part", f".deltackpt.tmp-{'ab' * 6}"):
         (tmp_path / guess).symlink_to("victim")
     CliRunner().invoke(cli, ["report", str(tmp_path / "store"), "-o", str(tmp_path / "r.html")])
     assert (tmp_path / "victim").read_text() == "precious"
@@ -465,6 +465,13 @@ def test_damage_met_half_way_leaves_no_file(tmp_path: Path, name: str) -> None:
     run(tmp_path / "store", "main", target, "--force", code=12)
     assert target.read_text() == "precious"
     assert sorted(os.listdir(tmp_path)) == sorted([name, "store"])
+
+
+def test_a_name_may_be_as_long_as_the_file_system_allows(tmp_path: Path) -> None:
+    target = tmp_path / ("\u5b57" * 85)  # of three bytes each
+    with publish.published(str(target), force=False) as file:
+        file.write(b"x")
+    assert target.read_bytes() == b"x"
 
 
 def test_a_file_that_appears_meanwhile_is_not_replaced(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import msgspec
 import pytest
 import torch
 from deltackpt_store.client import WriterClient
+from deltackpt_store.compact import compact
 from deltackpt_store.errors import (
     DeltackptError,
     StorageError,
@@ -193,8 +194,25 @@ def test_a_copy_without_pins_says_how_to_collect_it(trainer: ToyTrainer, tmp_pat
     with pytest.raises(StorageError, match="pins") as caught:
         collect(store)
     assert f"mkdir {path}/pins" in str(caught.value)
+    with pytest.raises(StorageError, match="pins") as caught:
+        store.pin("best", store.find("main", 2))
+    assert f"mkdir {path}/pins" in str(caught.value)
+    os.mkdir(path / "pins")
     store.pin("best", store.find("main", 2))
     assert collect(store).commits == [("main", 1)]
+
+
+def test_a_copy_without_empty_folders_may_be_planned_for(
+    trainer: ToyTrainer, tmp_path: Path
+) -> None:
+    trainer.save_now(1)
+    trainer.client.close(60)
+    path = tmp_path / "store"
+    shutil.rmtree(path / "gc")
+    store = Store.open(path)
+    assert collect(store, dry_run=True).generation == 0
+    assert compact(store, dry_run=True).nothing
+    assert not (path / "gc").exists()
 
 
 def test_an_empty_store_without_folders(tmp_path: Path) -> None:

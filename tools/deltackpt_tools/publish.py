@@ -111,8 +111,8 @@ def published(path: str, *, force: bool) -> Generator[BufferedRandom, None, None
     """
     check_target(path, force=force)
     told, path = path, os.path.realpath(path)
-    folder, name = os.path.split(path)
-    temporary = os.path.join(folder, f".{name[:80]}.tmp-{secrets.token_hex(6)}")
+    folder = os.path.dirname(path)
+    temporary = os.path.join(folder, f".deltackpt.tmp-{secrets.token_hex(6)}")
     with _unwinding_on_sigterm():
         try:
             with open(temporary, "x+b") as file:
