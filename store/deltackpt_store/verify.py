@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Iterable
 from typing import Literal, get_args
@@ -30,6 +31,7 @@ from deltackpt_store.scrub import BadRecord, Progress, scrub
 from deltackpt_store.store import Store
 
 _ORPHAN = "no listed or pinned step names it"
+_TRIES = 4
 
 Level = Literal["structure", "records", "chunks", "restore"]
 
@@ -122,6 +124,9 @@ def verify(
     is remembered in the store's ``cache`` or, where it cannot be written, in the user's. `window`
     (seconds) is the time for which the coverage is reported.
 
+    Where retention, collection or compaction has taken away meanwhile what was looked at, what
+    looked damaged is checked again.
+
     `progress` is called with (bytes done, bytes in all) by one thread at a time.
     NotFoundError when `run` does not exist, InvalidInputError for an unknown level.
     """
@@ -134,11 +139,32 @@ def verify(
             f"a budget cannot be given with level {level}",
             hint="with a budget, chunks are verified",
         )
-    return _Verification(store, run, budget, window).work(level, progress, threads)
+    good: set[str] = set()
+    for _ in range(_TRIES - 1):
+        work = _Verification(store, run, budget, window, good)
+        try:
+            report = work.work(level, progress, threads)
+        except CorruptionError:
+            if not work.outdated():
+                raise
+        else:
+            if report.ok or not work.outdated():
+                return report
+    return _Verification(store, run, budget, window, good).work(level, progress, threads)
 
 
 class _Verification:
-    def __init__(self, store: Store, run: str | None, budget: Budget | None, window: float) -> None:
+    """`good` are packs of which every record has been checked, and holds."""
+
+    def __init__(
+        self,
+        store: Store,
+        run: str | None,
+        budget: Budget | None,
+        window: float,
+        good: set[str],
+    ) -> None:
+        self._good = good
         self._budget = budget
         self._window = window
         self._findings: list[Finding] = []
@@ -150,6 +176,8 @@ class _Verification:
             self._store = Store(store.path, store.io, store.format)
         self._packs = PackSet(store.io, store.path, store.uuid)
         self._run = run
+        self._listed: dict[str, list[int]] = {}
+        self._existing: list[str] = []
         self._commits: list[Commit] = []  # those whose snapshot resolves
         self._read: list[Commit] = []
         self._checked: set[tuple[str, int]] = set()
@@ -182,7 +210,9 @@ class _Verification:
             )  # fmt: skip
         elif level != "structure":
             prove = level != "records"
-            bad = scrub(self._packs, names, threads=threads, progress=progress, prove=prove)
+            todo = [name for name in names if name not in self._good]
+            bad = scrub(self._packs, todo, threads=threads, progress=progress, prove=prove)
+            self._good.update(set(todo).difference(one.pack for one in bad))
         for name in names:  # tables are read again: these went bad meanwhile
             if name in self._packs.damaged:
                 self._bad_packs.setdefault(name, self._packs.damaged[name])
@@ -206,6 +236,15 @@ class _Verification:
             notes=tuple(self._notes),
             coverage=coverage,
         )
+
+    def outdated(self) -> bool:
+        """Whether a pack or a commit that was listed is not any more."""
+        with contextlib.suppress(DeltackptError):
+            return not set(self._packs.names()).issuperset(self._existing) or not all(
+                set(self._store.numbers(run)).issuperset(numbers)
+                for run, numbers in self._listed.items()
+            )
+        return False
 
     # commits, manifests, pins ----------------------------------------------------------------
 
@@ -242,6 +281,7 @@ class _Verification:
         for path, error in commits.damaged:
             number = parse_number(path.rsplit("/", 1)[-1]) or 0
             self._found("commit", path, error, [Hit(run=run, number=number)])
+        self._listed[run] = [commit.number for commit in commits]
         for commit in commits:
             self._check_commit(commit)
 
@@ -304,7 +344,8 @@ class _Verification:
             try:
                 self._store.manifest(bytes.fromhex(name))
             except DeltackptError as error:
-                self._found("manifest", f"manifests/{name}", error)
+                if error.kind != "missing-manifest":  # it was collected after it had been listed
+                    self._found("manifest", f"manifests/{name}", error)
             else:
                 self._notes.append(_finding("manifest", f"manifests/{name}", _ORPHAN))
 
@@ -334,7 +375,6 @@ class _Verification:
     def _check_packs(self) -> list[str]:
         """Read the table of every pack concerned; return the names of the intact ones."""
         names = self._closure
-        self._existing: list[str] = []
         try:
             self._existing = self._packs.names()
         except DeltackptError as error:

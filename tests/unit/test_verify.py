@@ -6,7 +6,7 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from deltackpt_store import (
     codecs,
 )
 from deltackpt_store.codecs import Codec, Encoded
+from deltackpt_store.compact import compact
 from deltackpt_store.gc import collect
 from deltackpt_store.impact import DamageMap, NeededChunks
 from deltackpt_store.manifest_io import digest_of, encode, encode_commit, to_base
@@ -456,6 +457,58 @@ def test_what_collection_leaves_is_no_damage(collected: SmallStore, level: Any) 
     records = [n for n in report.notes if n.kind == "chunk"]
     assert len(records) == (0 if level in ("structure", "records") else 2)
     assert verify(collected.store, level=level, run="main").ok
+
+
+class Meanwhile(FileIO):
+    """Does something before the n-th file is opened."""
+
+    def __init__(self, at: int, action: Callable[[], object]) -> None:
+        self._left, self._action = at, action
+
+    @property
+    def done(self) -> bool:
+        return not self._left
+
+    def open(self, path: str) -> int:
+        if self._left:
+            self._left -= 1
+            if not self._left:
+                self._action()
+        return super().open(path)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("compacts", [False, True])
+def test_what_goes_meanwhile_is_no_damage(tmp_path: Path, level: Any, compacts: bool) -> None:
+    """Prevents: a verification beside retention, collection or compaction calls steps damaged that
+    were taken off the list, or whose chunks have moved; and one that hides true damage by that."""
+    small = SmallStore(tmp_path / "store")
+    small.writer._output.pack_bytes = 1  # a pack for each chunk
+    commits = three_steps(small)
+    small.close()
+    chunk = small.store.snapshot(commits[2]).chunks[2][0].tobytes()
+    found: list[tuple[bool, VerifyReport]] = []
+    for at in range(1, 1000, 11):
+        for damaged in (False, True):
+            path = shutil.copytree(small.path, tmp_path / f"{at}-{damaged}")
+            store = Store.open(path)
+            if damaged:
+                flip(*blobs(store)[chunk][:2])
+
+            def take(store: Store = store, damaged: bool = damaged) -> None:
+                retire(store, commits[:2])
+                if compacts and not damaged:
+                    compact(store, min_live_share=1.0)
+                collect(store)
+
+            io = Meanwhile(at, take)
+            found.append((damaged, verify(Store.open(path, io=io), level=level)))
+        if not io.done:
+            break
+    assert len(found) > 4
+    for damaged, report in found:
+        assert report.damaged_steps == ([("main", 3)] if damaged and level != "structure" else [])
+        assert bool(report.findings) == bool(report.damaged_steps)
 
 
 @pytest.mark.parametrize("level", ["records", "chunks", "restore"])
