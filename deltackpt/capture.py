@@ -227,7 +227,8 @@ def _find_again(compiled: _Compiled, whole: dict[Any, Any]) -> _Found | None:
         if _owned(leaves) != compiled.owned:
             raise ChangedError
         if any(-1 in indices for indices in compiled.owned):
-            return params.optimizer_names(tree.module_paths, tree.optimizer_paths, leaves)
+            loose = params.loose_tensors(tree.tensor_paths, tree.origins, leaves)
+            return params.optimizer_names(tree.module_paths, tree.optimizer_paths, leaves, loose)
         return compiled.names
 
     whole[PARAMS_KEY] = _Names(leaves, names)
@@ -250,7 +251,11 @@ def _find(whole: dict[Any, Any], chunk_bytes: int, live: LivePredicate | None) -
     known: dict[str, list[str | None]] = {}
 
     def names() -> dict[str, list[str | None]]:
-        known.update(params.optimizer_names(walker.module_paths, walker.optimizer_paths, leaves))
+        paths = [walker.paths[slot] for slot in walker.tensor_slots]
+        loose = params.loose_tensors(paths, walker.origins, leaves)
+        known.update(
+            params.optimizer_names(walker.module_paths, walker.optimizer_paths, leaves, loose)
+        )
         return known
 
     whole[PARAMS_KEY] = _Names(leaves, names)

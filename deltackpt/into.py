@@ -94,7 +94,9 @@ class Plan:
         leaves = Leaves(modules=[m for _, _, m in found.modules],
                         optimizers=[o for _, _, o in found.optimizers])  # fmt: skip
         module_paths = [path for path, _, _ in found.modules]
-        present = optimizer_names(module_paths, [path for path, _, _ in found.optimizers], leaves)
+        present = optimizer_names(
+            module_paths, [path for path, _, _ in found.optimizers], leaves, found.tensors
+        )
         check_matched(key_map, {path: _keys_below(step, path) for path in module_paths})
         recorded = _recorded_names(step, key_map, module_paths)
         for path, keys, value in found.all:
@@ -278,6 +280,7 @@ class _Found:
 
     def __init__(self) -> None:
         self.all: list[tuple[str, tuple[Any, ...], Any]] = []
+        self.tensors: list[tuple[str, torch.Tensor]] = []  # in plain containers, by path
 
     @property
     def modules(self) -> list[tuple[str, tuple[Any, ...], nn.Module]]:
@@ -296,7 +299,9 @@ class _Found:
             )
         if is_stateful(value):
             self.all.append((path, keys, value))
-        elif not is_a(value, torch.Tensor) and (items := items_of(value)):
+        elif is_a(value, torch.Tensor):
+            self.tensors.append((path, value))
+        elif items := items_of(value):
             for key, place in places_of(value, path).items():
                 self.walk(items[key], (*keys, key), place)
         elif callable(getattr(value, "state_dict", None)) and not isinstance(value, type):

@@ -44,7 +44,8 @@ class ChangedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a tensor leaf was found: a module's parameter, an optimizer's state, or elsewhere.
+    """Where a tensor leaf was found: a module's parameter ("parameter"), an optimizer's state
+    ("moment"), elsewhere in an object's state_dict ("object"), or outside of them ("").
 
     `owner` is the index into `Leaves.modules` or `Leaves.optimizers`; `name` a parameter's key.
     """

@@ -7,13 +7,13 @@ parameters behind the numbers are recorded under "#params", and matched on resto
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 from deltackpt_store.errors import MismatchError
-from torch import nn
+from torch import Tensor, nn
 
-from .nodes import Leaves
+from .nodes import Leaves, Origin
 from .tree import flatten
 
 _WRAPPED = "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"
@@ -22,23 +22,37 @@ _WRAPPED = "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"
 def names_of(state: Mapping[Any, Any]) -> dict[str, list[str | None]]:
     """The "#params" entry of live objects: optimizer path -> name of each parameter index.
 
-    A name is ``<path of the module>/<name of the parameter, without wrappers>``, found by
-    identity; None for a parameter that no captured module holds.
+    A name is ``<path of the module>/<name of the parameter, without wrappers>``, or the path of a
+    tensor outside of objects, found by identity; None for a parameter that is not in the state.
     """
     tree, leaves = flatten(state)
-    return optimizer_names(tree.module_paths, tree.optimizer_paths, leaves)
+    loose = loose_tensors(tree.tensor_paths, tree.origins, leaves)
+    return optimizer_names(tree.module_paths, tree.optimizer_paths, leaves, loose)
+
+
+def loose_tensors(
+    paths: Iterable[str], origins: Iterable[Origin], leaves: Leaves
+) -> list[tuple[str, Tensor]]:
+    """Path and tensor of the tensor leaves that are in no object's state_dict."""
+    found = zip(paths, origins, leaves.tensors, strict=True)
+    return [(path, tensor) for path, origin, tensor in found if not origin.kind]
 
 
 def optimizer_names(
-    module_paths: Sequence[str], optimizer_paths: Sequence[str], leaves: Leaves
+    module_paths: Sequence[str],
+    optimizer_paths: Sequence[str],
+    leaves: Leaves,
+    loose: Iterable[tuple[str, Tensor]],
 ) -> dict[str, list[str | None]]:
-    """As :func:`names_of`, for a state that has been walked."""
+    """As :func:`names_of`, for a state that has been walked, with its :func:`loose_tensors`."""
     if not leaves.optimizers:
         return {}
     known: dict[int, str] = {}
     for path, module in zip(module_paths, leaves.modules, strict=True):
         for name, key in _parameter_names(module).items():
             known.setdefault(key, f"{path}/{name}")
+    for path, tensor in loose:
+        known.setdefault(id(tensor), path)
     return {
         path: [known.get(id(p)) for p in parameters_of(optimizer)]
         for path, optimizer in zip(optimizer_paths, leaves.optimizers, strict=True)
@@ -146,7 +160,7 @@ def _labels(names: Sequence[str | None]) -> list[str]:
     seen: dict[str, int] = {}
     out: list[str] = []
     for name in names:
-        label = "(a parameter of no captured module)" if name is None else name
+        label = "(a parameter that is not in the state)" if name is None else name
         seen[label] = seen.get(label, 0) + 1
         repeated = name is None or seen[label] > 1
         out.append(f"{label} #{seen[label]}" if repeated else label)

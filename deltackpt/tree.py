@@ -268,7 +268,7 @@ class Walker:
     def _stateful(
         self, value: Any, path: str, depth: int, origin: Origin | None
     ) -> tuple[Any, Kid]:
-        inside: Origin | None = None
+        inside = Origin("object")
         if isinstance(value, nn.Module):
             inside = Origin("module", len(self.leaves.modules))
             self.leaves.modules.append(value)
@@ -330,9 +330,10 @@ def _names(keys: list[Any], path: str) -> list[str]:
 
 def _inherit(origin: Origin | None, key: Any, item: Any) -> Origin | None:
     """What kind of tensor the entry `key` is, inside the state_dict of a module or optimizer."""
-    if origin is None or origin.kind in ("parameter", "moment"):
+    if origin is None or origin.kind in ("parameter", "moment", "object"):
         return origin
-    if origin.kind == "module":
-        parameter = type(item) is nn.Parameter
-        return Origin("parameter", origin.owner, str(key)) if parameter else None
-    return Origin("moment", origin.owner) if key == "state" else None
+    if origin.kind == "module" and type(item) is nn.Parameter:
+        return Origin("parameter", origin.owner, str(key))
+    if origin.kind == "optimizer" and key == "state":
+        return Origin("moment", origin.owner)
+    return Origin("object")

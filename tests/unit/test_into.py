@@ -482,6 +482,27 @@ def test_state_is_matched_by_parameter_name(keeper: Keeper) -> None:
     assert list(swapped.param_groups[0]["params"]) == [other["q"].weight, other["p"].weight]
 
 
+def test_state_of_parameters_outside_of_modules_is_matched_by_path(keeper: Keeper) -> None:
+    # case 41
+    def make(order: str) -> tuple[dict[str, nn.Parameter], torch.optim.Optimizer]:
+        trained = {name: nn.Parameter(torch.zeros(8)) for name in "pq"}
+        return trained, torch.optim.SGD([trained[n] for n in order], lr=0.1, momentum=0.9)
+
+    trained, optimizer = make("pq")
+    for name, parameter in trained.items():
+        parameter.grad = torch.full_like(parameter, float(ord(name)))
+    optimizer.step()
+    keeper.save({"trained": trained, "o": optimizer}, 1)
+    other, swapped = make("qp")
+    back(keeper, {"trained": other, "o": swapped})
+    for name in "pq":
+        found = swapped.state[other[name]]["momentum_buffer"]
+        assert same(found, optimizer.state[trained[name]]["momentum_buffer"])
+    strangers = torch.optim.SGD([nn.Parameter(torch.zeros(8)) for _ in "pq"], lr=0.1, momentum=0.9)
+    with pytest.raises(MismatchError, match=r"not in the state.*unexpected: trained/p"):
+        back(keeper, {"trained": other, "o": strangers})
+
+
 def test_optimizer_over_other_parameters_is_refused(keeper: Keeper) -> None:
     # case 41, case 45
     model, optimizer = pair(0)

@@ -409,6 +409,9 @@ def test_names_of_parameters() -> None:
     assert params.names_of({"model": model, "opts": [optimizer]}) == {
         "opts/0": ["model/b", "model/a", None]
     }
+    named = {"model": model, "t": [{"x": loose}], "opts": [optimizer]}
+    assert params.names_of(named) == {"opts/0": ["model/b", "model/a", "t/0/x"]}
+    assert rebuild(take(named))["#params"] == {"opts/0": ["model/b", "model/a", "t/0/x"]}
     wrapped = {"model": Wrapper(nn.DataParallel(model)), "opts": [optimizer]}
     assert params.names_of(wrapped) == {"opts/0": ["model/b", "model/a", None]}
     taken = rebuild(take(wrapped))
@@ -461,7 +464,7 @@ def test_parameters_that_do_not_match_are_refused_by_name() -> None:
         params.align(saved, names, ["m/a", "m/c", "m/b"], [2, 1])
     with pytest.raises(MismatchError, match="2 parameter groups in the checkpoint, 1 here"):
         params.align(saved, names, names, [3])
-    with pytest.raises(MismatchError, match="no captured module"):
+    with pytest.raises(MismatchError, match="not in the state"):
         params.align(saved, ["m/a", "m/b", None], ["m/a", "m/b", "m/c"], [2, 1])
     with pytest.raises(MismatchError, match="recorded names"):
         params.align(saved, names[:2], names, [2, 1])
