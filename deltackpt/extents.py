@@ -24,7 +24,7 @@ from .buffers import BufferPool, Lease
 from .landing import CopyFigures, Landing
 from .probing import Facts, Probe, probe
 from .small import SmallBytes
-from .sources import Signs, Source, Taken
+from .sources import Signs, Source, Taken, sign_of
 from .tensors import refuse_unsupported
 from .values import dtype_name
 from .views import dress, rebuild
@@ -331,8 +331,7 @@ class Plan:
 
 
 def _signs(tensors: Sequence[Tensor], members: Sequence[int]) -> Signs:
-    own = [tensors[i] for i in members]
-    return tuple((t.data_ptr(), -1 if t.is_inference() else t._version) for t in own)
+    return tuple(sign_of(tensors[i], tensors[i]) for i in members)
 
 
 def _strided(tensor: Tensor, dims: spans.Dims) -> Tensor:

@@ -10,6 +10,7 @@ from deltackpt_store.manifest import Commit
 
 from .capture import Capture
 from .report import SaveProgress
+from .sources import Sign
 from .stage import Staging
 from .witness import Witness
 
@@ -41,7 +42,7 @@ class Task:
     capture: Capture
     request: Request | None = None
     restored: Commit | None = None
-    versions: dict[int, int] = dataclasses.field(default_factory=dict[int, int])
+    versions: dict[int, Sign] = dataclasses.field(default_factory=dict[int, Sign])
     marks: Any = None
     witness: Witness | None = None
     taken: bool = False

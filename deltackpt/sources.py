@@ -11,9 +11,12 @@ from .buffers import Arrival, Lease
 from .landing import CopyFigures
 from .small import SmallBytes
 
-Signs = tuple[tuple[int, int], ...]
-"""(address, version counter) of each tensor over an extent: other ones mean that it was written to;
-equal ones mean nothing."""
+Sign = tuple[int, int]
+"""(address, version counter): another one means that memory was written to or replaced; an equal
+one means nothing."""
+
+Signs = tuple[Sign, ...]
+"""Those of each tensor over an extent."""
 
 
 class Source(msgspec.Struct, frozen=True, gc=False):
@@ -38,6 +41,12 @@ class Source(msgspec.Struct, frozen=True, gc=False):
     owner: Tensor | None
     arrived: Arrival | None = None
     still: bool = False
+
+
+def sign_of(data: Tensor, owner: Tensor) -> Sign:
+    """Where `data` lies now, and the version of `owner` (-1: nobody counts that of an inference
+    tensor)."""
+    return data.data_ptr(), -1 if owner.is_inference() else owner._version
 
 
 class Taken(NamedTuple):

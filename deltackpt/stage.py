@@ -41,6 +41,7 @@ from .extents import Source
 from .landing import CopyFigures
 from .report import DeviceFigures
 from .restless import torn
+from .sources import Sign, sign_of
 from .witness import Witness
 
 RECORD = struct.Struct("<IIII16s")
@@ -77,13 +78,13 @@ class Ring(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One save to stage. `versions` are those of live owners at the call of `save`."""
+    """One save to stage. `versions` are those of live data at the call of `save`."""
 
     save: int
     layout: Layout
     sources: Mapping[int, Source]
     table: ChangeTable
-    versions: Mapping[int, int]
+    versions: Mapping[int, Sign]
     deadline: float
     """``time.monotonic()`` after which waiting for a slot is given up."""
     unlock: Callable[[], None]
@@ -190,16 +191,13 @@ def _is_gone(source: Source) -> bool:
     return data.untyped_storage().nbytes() < data.storage_offset() + data.numel()
 
 
-def versions_of(sources: Mapping[int, Source]) -> dict[int, int]:
-    """Extent -> autograd version counter of its owner, for live sources that have one."""
-    versions: dict[int, int] = {}
-    for extent, source in sources.items():
-        if source.live and source.owner is not None:
-            try:
-                versions[extent] = source.owner._version
-            except RuntimeError:  # an inference tensor: nobody counts its versions
-                continue
-    return versions
+def versions_of(sources: Mapping[int, Source]) -> dict[int, Sign]:
+    """Extent -> address and autograd version counter, for live sources with an owner."""
+    return {
+        extent: sign_of(source.data, source.owner)
+        for extent, source in sources.items()
+        if source.live and source.owner is not None
+    }
 
 
 class Packer:

@@ -81,15 +81,16 @@ class Notary:
         return Witness(digests, words)
 
     def _places_in(self, count: int) -> _Places:
-        """Ascending places among `count` words, one in every stride, for this turn."""
+        """Ascending places among `count` words, for this turn: the first word, which an allocator
+        overwrites in memory that is freed, and one in every stride."""
         key = (count, self._turn)
         places = self._places.get(key)
         if places is None:
             stride = STRIDE_BYTES // _WORD
             starts = np.arange(0, count, stride, dtype=np.int64)
             widths = np.minimum(stride, count - starts)
-            places = starts + (self._random.random(len(starts)) * widths).astype(np.int64)
-            self._places[key] = places
+            inner = starts + (self._random.random(len(starts)) * widths).astype(np.int64)
+            places = self._places[key] = np.concatenate((starts[:1], inner))
         return places
 
 

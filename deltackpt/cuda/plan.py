@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from ..detect import HASH_BYTES, ChangeTable, staging_order
 from ..extents import Source
 from ..restless import torn
+from ..sources import Sign, sign_of
 from ..stage import not_comparable
 from .table import ChunkTable
 
@@ -102,15 +103,15 @@ def check_sizes(
 
 def check_versions(
     sources: Mapping[int, Source],
-    versions: Mapping[int, int],
+    versions: Mapping[int, Sign],
     extents: Sequence[int],
     paths: Sequence[str],
 ) -> None:
-    """Raise :func:`torn` for a live tensor whose version counter moved since the save's call."""
+    """Raise :func:`torn` for a live tensor whose address or version moved since the save's call."""
     moved: list[str] = []
     for extent, path in zip(extents, paths, strict=True):
-        owner = sources[extent].owner
-        if extent in versions and (owner is None or owner._version != versions[extent]):
+        source, noted = sources[extent], versions.get(extent)
+        if noted and (source.owner is None or sign_of(source.data, source.owner) != noted):
             moved.append(path)
     if moved:
         raise torn(moved)

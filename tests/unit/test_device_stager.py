@@ -23,7 +23,7 @@ from staging_ring import SEED, MemoryRing, Tensors
 
 from deltackpt.cuda.fallback import CopyStager
 from deltackpt.cuda.stager import DeviceStager
-from deltackpt.stage import HostStager, Job, Staging
+from deltackpt.stage import HostStager, Job, Staging, versions_of
 from deltackpt.witness import Witness
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "ptx"))
@@ -69,9 +69,7 @@ class Bench:
             seconds: float = 60.0) -> Job:  # fmt: skip
         described = self.described
         if versions is None:
-            versions = {
-                e: s.owner._version for e, s in described.sources.items() if s.owner is not None
-            }
+            versions = versions_of(described.sources)
         return Job(save=1, layout=described.layout, sources=described.sources, table=table or {},
                    versions=versions, deadline=time.monotonic() + seconds, unlock=unlock,
                    cancelled=cancelled)  # fmt: skip
@@ -358,7 +356,7 @@ def test_after_a_save_that_broke_the_next_compares_with_its_table(kind: type[Any
 @both
 def test_a_modified_tensor_is_named(kind: type[Any]) -> None:
     bench = Bench(kind=kind)
-    versions = {0: bench.state["big"]._version, 2: bench.state["half"]._version}
+    versions = versions_of(bench.described.sources)
     bench.state["half"][3] += 1
     unlocked: list[int] = []
     with pytest.raises(CorruptionError, match="half") as caught:

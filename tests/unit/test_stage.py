@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from staging_ring import SEED, MemoryRing, Tensors, stage
 import deltackpt.stage as stage_module
 from deltackpt.detect import HASH_BYTES
 from deltackpt.stage import HostStager, Packer
+from deltackpt.witness import Notary
 
 
 def bytes_of(tensor: torch.Tensor) -> bytes:
@@ -148,15 +150,27 @@ def test_a_source_that_changes_between_hash_and_copy_does_not_verify(
     assert ring.torn  # what the writer does: it hashes the staged bytes again
 
 
-def test_a_modified_live_tensor_fails_the_save_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def _doubled(tensor: torch.Tensor) -> None:
+    tensor.mul_(2)
+
+
+def _moved(tensor: torch.Tensor) -> None:
+    """Same bytes, same version, but the memory that is being read is freed."""
+    tensor.untyped_storage().resize_(2 * tensor.untyped_storage().nbytes())
+
+
+@pytest.mark.parametrize("modify", [_doubled, _moved])
+def test_a_modified_live_tensor_fails_the_save_by_name(
+    monkeypatch: pytest.MonkeyPatch, modify: Callable[[torch.Tensor], None]
+) -> None:
     """Prevents: a checkpoint that mixes the weights of two steps."""
-    # case 48
+    # case 48, case 78
     tensors, state = random_state()
     real, once = Packer.copy, iter([True])
 
     def meanwhile(self: Packer, slot: int, at: int, data: memoryview) -> None:
         if next(once, False):
-            tensors["half"].mul_(2)  # another tensor, long before its turn
+            modify(tensors["half"])  # another tensor, long before its turn
         real(self, slot, at, data)
 
     monkeypatch.setattr(Packer, "copy", meanwhile)
@@ -167,6 +181,18 @@ def test_a_modified_live_tensor_fails_the_save_by_name(monkeypatch: pytest.Monke
     assert "lock()" in str(caught.value)
     assert not unlocked
     assert len(ring.free) + len(ring.sent) == len(ring.slots)  # no lease is lost
+
+
+def test_the_note_of_a_tensor_has_its_first_word() -> None:
+    """Prevents: memory that was freed and given out again being saved as the tensor's."""
+    # case 78
+    tensors, state = random_state()
+    notary = Notary(SEED)
+    for _ in range(8):  # the other words are at random places
+        note = notary.note(state.layout, state.sources)
+        assert note.agrees(0, state.sources[0], 0, 65536)
+        tensors["big"].data[0] += 1
+        assert not note.agrees(0, state.sources[0], 0, 65536)
 
 
 def test_private_copies_may_change_owner_and_unlock_at_once() -> None:
