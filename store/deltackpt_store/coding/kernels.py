@@ -26,12 +26,12 @@ Floats = NDArray[np.float32]
 LIBRARY = "kernels.lib"
 _SOURCE = "kernels.c"
 _WIDTHS = (1, 2, 4, 8)
-_LISTED = 15
 
 _STREAM = struct.Struct("<QQBBB15s6x")  # struct stream of the source
 
 _POINTER, _SIZE, _INT = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
 _BYTE = ctypes.c_char
+_LISTED = ctypes.c_char * 15
 
 
 class Stream(NamedTuple):
@@ -92,7 +92,7 @@ class Native:
 
     def suit(self, stream: Bytes) -> tuple[int, bytes]:
         """Symbols to a byte (0, 2 or 4), and the 15 most frequent values."""
-        listed = ctypes.create_string_buffer(_LISTED)
+        listed = _LISTED()
         return self._suit(_address(stream), len(stream), listed), listed.raw
 
     def pack(self, stream: Bytes, per_byte: int, listed: bytes) -> tuple[Bytes, Bytes]:
