@@ -8,7 +8,6 @@ again, and signals to the trainer's process group do not reach it.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
 import signal
 import socket
@@ -19,13 +18,12 @@ import threading
 import traceback
 from typing import IO, Protocol
 
-from deltackpt_store import writer
+from deltackpt_store import child, writer
 from deltackpt_store.errors import WriterError
 from deltackpt_store.fileio import FileIO
 from deltackpt_store.protocol import Channel
 from deltackpt_store.ring import Ring
 
-_DEPENDENCIES = ("blake3", "lmdb", "lz4", "msgspec", "numpy", "xxhash", "zstandard")
 _TAIL_BYTES = 4000
 
 
@@ -61,9 +59,10 @@ class WriterProcess:
                 hint='use writer="thread"',
             )
         self._stderr = error_file()
-        command = [*_interpreter(), writer.__file__, "--control-fd", str(control.fileno())]
-        command += ["--ring-fd", str(memory), "--parent", str(os.getpid()), "--nice", str(nice)]
-        command += ["--path", os.pathsep.join(_dependency_directories())]
+        command = child.command(
+            "--control-fd", str(control.fileno()), "--ring-fd", str(memory),
+            "--parent", str(os.getpid()), "--nice", str(nice),
+        )  # fmt: skip
         # Blocked from birth, ignored as soon as the writer runs: no gap in which one could kill it.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, writer.IGNORED_SIGNALS)
         try:
@@ -72,7 +71,7 @@ class WriterProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=self._stderr if self._stderr is not None else subprocess.DEVNULL,
                 stderr=self._stderr if self._stderr is not None else subprocess.DEVNULL,
-                env=_environment(),
+                env=child.environment(),
                 cwd="/",
                 close_fds=True,
                 pass_fds=(control.fileno(), memory),
@@ -139,13 +138,13 @@ def start_compactions(
     `settings` are its `JobSettings` as JSON. It tells on stdout what it has done, and ends with
     this process. `stderr` takes its last words. OSError when it cannot be started.
     """
-    command = [*_interpreter(), writer.__file__, "--store", store, "--compact", settings]
-    command += ["--parent", str(os.getpid()), "--nice", "19"]
-    command += ["--path", os.pathsep.join(_dependency_directories())]
+    command = child.command(
+        "--store", store, "--compact", settings, "--parent", str(os.getpid()), "--nice", "19"
+    )
     return subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL if stderr is None else stderr,
-        env=_environment(), cwd="/", start_new_session=True,
+        env=child.environment(), cwd="/", start_new_session=True,
     )  # fmt: skip
 
 
@@ -191,63 +190,6 @@ def error_file() -> IO[bytes] | None:
         return tempfile.TemporaryFile(prefix="deltackpt-writer-")
     except OSError:
         return None
-
-
-def _interpreter() -> list[str]:
-    """The trainer's interpreter, with what it has been told to leave out of account."""
-    command = [sys.executable, "-P"]
-    if sys.flags.ignore_environment:
-        command.append("-E")
-    if sys.flags.no_user_site:
-        command.append("-s")
-    return command
-
-
-def _environment() -> dict[str, str]:
-    """The trainer's environment, without what would make an interpreter misbehave."""
-    environment = dict(os.environ)
-    for name in ("PYTHONINSPECT", "PYTHONWARNINGS", "PYTHONSTARTUP", "PYTHONBREAKPOINT"):
-        environment.pop(name, None)
-    inherited = environment.pop("PYTHONPATH", "").split(os.pathsep)
-    paths = [path for path in map(_absolute, filter(None, inherited)) if path]
-    if paths:
-        environment["PYTHONPATH"] = os.pathsep.join(paths)  # the writer runs in another directory
-    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
-        environment[name] = "1"
-    # Buffers of a chunk's size come and go: memory given back to the system and faulted in anew
-    # each time costs encoding a third of its speed.
-    environment.setdefault("MALLOC_MMAP_THRESHOLD_", str(64 << 20))
-    environment.setdefault("MALLOC_TRIM_THRESHOLD_", str(128 << 20))
-    return environment
-
-
-def _absolute(path: str) -> str:
-    """`path` from the root; "" for one relative to a working directory that has been deleted."""
-    try:
-        return os.path.abspath(path)
-    except FileNotFoundError:
-        return ""
-
-
-def _dependency_directories() -> list[str]:
-    """Import directories of what the writer needs, for where only ``sys.path`` leads to them.
-
-    The writer looks there last.
-    """
-    directories: list[str] = []
-    for name in _DEPENDENCIES:
-        try:
-            spec = importlib.util.find_spec(name)
-        except (ImportError, ValueError):
-            continue
-        if spec is None or spec.origin is None:
-            continue
-        directory = os.path.dirname(_absolute(spec.origin))
-        if spec.submodule_search_locations is not None:
-            directory = os.path.dirname(directory)
-        if directory and directory not in directories:
-            directories.append(directory)
-    return directories
 
 
 def _signal_name(number: int) -> str:

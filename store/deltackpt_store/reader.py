@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -19,7 +21,7 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from deltackpt_store import codecs
+from deltackpt_store import codecs, read_crew
 from deltackpt_store.errors import (
     CorruptionError,
     DeltackptError,
@@ -31,6 +33,7 @@ from deltackpt_store.fetch import SLACK_BYTES, Fetcher, Task, mismatch, unreadab
 from deltackpt_store.manifest import ID_BYTES
 from deltackpt_store.pack import Location
 from deltackpt_store.pack_set import PackSet, is_damage
+from deltackpt_store.read_crew import Helper, Request
 
 UNIT_BYTES = 4 * 1024 * 1024
 """Bytes that one thread reads at a time, about; its scratch buffer is no larger than twice this."""
@@ -44,7 +47,7 @@ _PARALLEL_BYTES = 4 * 1024 * 1024  # less is read by the caller's thread alone
 _SHARING = (codecs.CAST, codecs.ADAM)
 """Chunks with these codecs need many others, and the same ones as their neighbours."""
 
-Request = tuple[bytes, memoryview]
+__all__ = ["ChunkReader", "Request"]
 
 
 class _Failure(NamedTuple):
@@ -73,7 +76,8 @@ class ChunkReader:
         be asked for many times and is read once. On return every byte has been checked against the
         chunk id. Memory beyond the destinations is bounded, for each of the `threads` (default:
         the processors at hand, at most `MAX_THREADS`), by 2 * `UNIT_BYTES` and what the references
-        of one chunk take.
+        of one chunk take. Where there is much to decode (`read_crew.CREW_BYTES`), processes of
+        their own do a part of it, unless `threads` is given.
 
         CorruptionError when any chunk is damaged or missing in every place that holds it: all
         others have been read by then, and ``context["ids"]`` is a tuple of the ids that were not;
@@ -94,7 +98,7 @@ class ChunkReader:
         if not first:
             return
         plan, failures = self._plan(first)
-        failures += _Run(self._packs, plan, threads).work()
+        failures += _Run(self._packs, self._hints, plan, threads).work()
         if failures:
             self._retry(failures)
         for chunk_id, dest in again:
@@ -242,6 +246,7 @@ class _Plan:
         self.codec: list[int] = entries["codec"][order].tolist()
         self.direct: list[bool] = direct[order].tolist()
         self.bytes = int(stored[order].sum())
+        self.decoded = int(size[order].sum(where=~raw[order]))
         self.alone = first
         """From this chunk on units are families, read one by one."""
         self.units = cuts
@@ -282,31 +287,46 @@ def _cut(
 
 
 class _Run:
-    """One call of `read` being worked off by several threads."""
+    """One call of `read` being worked off by several threads, or by helper processes and one."""
 
-    def __init__(self, packs: PackSet, plan: _Plan, threads: int | None) -> None:
+    def __init__(
+        self, packs: PackSet, hints: Sequence[str], plan: _Plan, threads: int | None
+    ) -> None:
         self._packs = packs
+        self._hints = hints
         self._plan = plan
-        self._units: Iterator[tuple[int, int]] = iter(plan.units)
+        self._left = deque(plan.units)
+        self._own: list[tuple[int, int]] = []  # too large for a helper, or given back
         self._threads = min(thread_count(threads, plan.bytes, len(plan.ids)), len(plan.units))
+        self._helped = threads is None and plan.decoded >= read_crew.CREW_BYTES
         self._lock = threading.Lock()
         self._failures: list[_Failure] = []
         self._fatal: BaseException | None = None
 
     def work(self) -> list[_Failure]:
         """Read everything; return what is damaged where it was looked for."""
-        helpers = [
-            threading.Thread(target=self._loop, name="deltackpt-read", daemon=True)
-            for _ in range(self._threads - 1)
-        ]
-        for helper in helpers:
-            helper.start()
+        crew = read_crew.hire(self._packs, self._hints) if self._helped else []
+        loops = [partial(self._lead, helper) for helper in crew]
+        loops = loops or [self._loop] * (self._threads - 1)
+        others = [threading.Thread(target=loop, name="deltackpt-read", daemon=True)
+                  for loop in loops]  # fmt: skip
         try:
+            for other in others:
+                other.start()
             self._loop()
+            for helper in crew:
+                if not helper.ready:
+                    helper.end()
+            for other in others:
+                other.join()
+            self._loop()  # what came back
         finally:
             self._stop(None)
-            for helper in helpers:
-                helper.join()
+            for helper in crew:
+                helper.end()
+            for other in others:
+                if other.ident is not None:
+                    other.join()
         if self._fatal is not None:
             raise self._fatal
         return self._failures
@@ -314,11 +334,49 @@ class _Run:
     def _stop(self, error: BaseException | None) -> None:
         with self._lock:
             self._fatal = self._fatal or error
-            self._units = iter(())
+            self._left.clear()
+            self._own.clear()
 
     def _next(self) -> tuple[int, int] | None:
         with self._lock:
-            return next(self._units, None)
+            if self._own:
+                return self._own.pop()
+            return self._left.popleft() if self._left else None
+
+    def _lead(self, helper: Helper) -> None:
+        try:
+            helper.lead(self._take, self._requests, self._back)
+        except BaseException as error:
+            self._stop(error)
+
+    def _take(self, limit: int) -> list[tuple[int, int]] | None:
+        """Units, or parts of them, of so many bytes together."""
+        taken: list[tuple[int, int]] = []
+        with self._lock:
+            while self._left:
+                first, end = self._left.popleft()
+                stop, room = first, limit
+                while stop < end and len(self._plan.dests[stop]) <= room:
+                    room -= len(self._plan.dests[stop])
+                    stop += 1
+                if stop > first:
+                    taken.append((first, stop))
+                elif not taken:
+                    self._own.append((first, end))
+                    continue
+                if stop < end:
+                    self._left.appendleft((stop, end))
+                    break
+                limit = room
+        return taken or None
+
+    def _requests(self, part: list[tuple[int, int]]) -> list[Request]:
+        ids, dests = self._plan.ids, self._plan.dests
+        return [(ids[i], dests[i]) for first, end in part for i in range(first, end)]
+
+    def _back(self, part: list[tuple[int, int]]) -> None:
+        with self._lock:
+            self._own += part
 
     def _loop(self) -> None:
         try:

@@ -29,7 +29,8 @@ def main(arguments: list[str]) -> int:
 
     ``--control-fd`` and ``--ring-fd`` are inherited descriptors, ``--parent`` the trainer's
     process id, ``--nice`` an increment, ``--path`` more import directories for dependencies.
-    With ``--compact`` (settings) and ``--store`` (a path) it compacts instead: see `compact_job`.
+    With ``--compact`` (settings) and ``--store`` (a path) it compacts instead: see `compact_job`;
+    with ``--read`` and ``--memory`` (descriptors) it helps with reading: see `read_helper`.
     """
     for number in IGNORED_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
@@ -48,6 +49,11 @@ def main(arguments: list[str]) -> int:
         from deltackpt_store.compact_job import run_job
 
         run_job(options["--store"], options["--compact"], int(options["--parent"]))
+        return 0
+    if "--read" in options:
+        from deltackpt_store.read_helper import serve
+
+        serve(int(options["--read"]), int(options["--memory"]))
         return 0
     from deltackpt_store.serve import serve_process
 

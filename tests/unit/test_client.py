@@ -21,7 +21,7 @@ from typing import Any
 import deltackpt_store
 import msgspec
 import pytest
-from deltackpt_store import connection, launch, protocol, serve, writer
+from deltackpt_store import child, connection, launch, protocol, serve, writer
 from deltackpt_store.client import KEPT_OUTCOMES, WriterClient
 from deltackpt_store.errors import (
     ConflictError,
@@ -137,7 +137,7 @@ def test_a_working_directory_that_is_gone_is_in_nobodys_way(
     (tmp_path / "gone").rmdir()
     monkeypatch.setenv("PYTHONPATH", f"relative{os.pathsep}/does/not/exist")
     start(tmp_path / "store").save_now(0)
-    assert launch._environment()["PYTHONPATH"] == "/does/not/exist"
+    assert child.environment()["PYTHONPATH"] == "/does/not/exist"
 
 
 def test_a_writer_waits_for_its_helpers_whatever_its_trainer_ignores(start: Start) -> None:
@@ -166,7 +166,7 @@ def test_directories_of_a_broken_import_path_are_skipped(
     monkeypatch.setenv("PYTHONWARNINGS", "error")
     monkeypatch.setenv("PYTHONINSPECT", "1")
     start().save_now(0)
-    assert launch._environment()["PYTHONPATH"].startswith(os.getcwd())
+    assert child.environment()["PYTHONPATH"].startswith(os.getcwd())
 
 
 def test_a_relative_store_path_is_fixed_at_the_start(
