@@ -13,7 +13,8 @@ from deltackpt_store.manifest import TensorView
 from deltackpt_store.store import Store
 
 from .choosing import Skipped, held_candidates, named_step, nothing_verifies
-from .reading import Step, available_bytes, is_damage, patterns
+from .host_memory import available_bytes
+from .reading import Step, is_damage, patterns
 from .tensors import check_mode
 from .views import dress, rebuild
 

@@ -258,19 +258,6 @@ def memory_of(data: torch.Tensor) -> memoryview:
     return memoryview(cast("Any", data.numpy()))
 
 
-def available_bytes() -> int | None:
-    """Host memory that can be had without swapping, None when the system does not say."""
-    try:
-        with open("/proc/meminfo", encoding="ascii") as lines:
-            for line in lines:
-                name, _, rest = line.partition(":")
-                if name == "MemAvailable":
-                    return int(rest.split()[0]) * 1024
-    except (OSError, ValueError):
-        pass
-    return None
-
-
 def is_damage(error: DeltackptError) -> bool:
     """Whether `error` says that this step is bad, so that another one may well be good."""
     if isinstance(error, CorruptionError):

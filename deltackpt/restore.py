@@ -17,9 +17,10 @@ from deltackpt_store.store import Store
 
 from . import rng as generators
 from .choosing import Skipped, held_candidates, named_step, nothing_verifies
+from .host_memory import available_bytes
 from .into import Plan
 from .keys import KeyMap, check_key_map
-from .reading import Step, available_bytes, is_damage, matcher, patterns
+from .reading import Step, is_damage, matcher, patterns
 from .stream import Goal, stream
 from .targets import Mismatch
 from .tensors import check_mode

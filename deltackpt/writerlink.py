@@ -16,6 +16,7 @@ from deltackpt_store.retention import keep_of
 from deltackpt_store.standby import Standby
 
 from ._version import __version__
+from .host_memory import available_bytes
 from .options import SLOT_BYTES, Options
 
 _log = logging.getLogger("deltackpt")
@@ -142,21 +143,5 @@ class WriterLink:
         wanted = state_bytes + state_bytes // 12 + slot * (options.threads + 1)
         if self._client is not None and wanted <= 1.25 * self._ring_bytes:
             return self._ring_bytes
-        return max(_MIN_RING_BYTES, min(wanted, available_memory() // 2))
-
-
-def available_memory() -> int:
-    """Bytes of memory that this process could still get: the machine's and its cgroup's limit."""
-    try:
-        with open("/proc/meminfo", encoding="ascii") as file:
-            lines = dict(line.split(":", 1) for line in file)
-        available = int(lines["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
-        available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-    try:
-        with open("/sys/fs/cgroup/memory.max", encoding="ascii") as file:
-            limit = int(file.read())
-        with open("/sys/fs/cgroup/memory.current", encoding="ascii") as file:
-            return max(0, min(available, limit - int(file.read())))
-    except (OSError, ValueError):  # no cgroup v2, or no limit ("max")
-        return available
+        free = available_bytes()
+        return max(_MIN_RING_BYTES, wanted if free is None else min(wanted, free // 2))

@@ -11,6 +11,7 @@ from staging_ring import SEED, Tensors
 
 import deltackpt.stage as stage_module
 from deltackpt import writerlink
+from deltackpt.host_memory import available_bytes
 from deltackpt.options import CHUNK_BYTES, Options
 from deltackpt.stage import HostStager, Job
 from deltackpt.writerlink import WriterLink
@@ -56,7 +57,7 @@ def test_a_whole_state_is_staged_without_waiting_for_the_disk(
 ) -> None:
     """Prevents: a stall until half of the state is durable because the last slots are missing."""
     monkeypatch.setattr(stage_module, "change_hash", lambda *args: bytes(16))
-    monkeypatch.setattr(writerlink, "available_memory", lambda: 1 << 50)
+    monkeypatch.setattr(writerlink, "available_bytes", lambda: None)
     total = 0
     tensors: dict[str, torch.Tensor] = {}
     while total < 500 * MEBI:  # never touched: takes no memory
@@ -79,3 +80,42 @@ def test_a_whole_state_is_staged_without_waiting_for_the_disk(
         stager.close()
     assert total // ring.slot_bytes <= ring.used <= wanted // ring.slot_bytes
     assert wanted <= 1.15 * total
+
+
+def machine(root: Path, cgroup: str, limits: dict[str, tuple[str, int, int]]) -> str:
+    """A machine of 1000 MiB free; by cgroup its limit, what it uses, and what of that are files."""
+    (root / "proc/self").mkdir(parents=True)
+    (root / "proc/meminfo").write_text("MemTotal: 4096000 kB\nMemAvailable: 1024000 kB\n")
+    (root / "proc/self/cgroup").write_text(f"4:memory:/old\n0::{cgroup}\n")
+    for path, (limit, used, files) in limits.items():
+        folder = root / f"sys/fs/cgroup{path}"
+        folder.mkdir(parents=True)
+        (folder / "memory.max").write_text(f"{limit}\n")
+        (folder / "memory.current").write_text(f"{used}\n")
+        (folder / "memory.stat").write_text(
+            f"anon {used - files}\ninactive_file {files - files // 4}\nactive_file {files // 4}\n"
+        )
+    return str(root)
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "limits", "free"),
+    [
+        ("/", {}, 1000),
+        ("/", {"": ("max", 3 * MEBI, 0)}, 1000),
+        ("/", {"": (str(800 * MEBI), 700 * MEBI, 600 * MEBI)}, 700),
+        ("/", {"": (str(800 * MEBI), 900 * MEBI, 0)}, 0),
+        ("/jobs/7/a", {"/jobs/7": (str(50 * MEBI), 10 * MEBI, 0), "/jobs/7/a": ("max", 0, 0)}, 40),
+        ("/gone", {"": (str(20 * MEBI), 4 * MEBI, 0)}, 16),
+    ],
+)  # fmt: skip
+def test_memory_is_what_machine_and_cgroups_leave_with_the_page_cache_given_up(
+    tmp_path: Path, cgroup: str, limits: dict[str, tuple[str, int, int]], free: int
+) -> None:
+    """Prevents: a ring of 32 MiB for a large state, because a container's data loader has filled
+    its page cache; and a job killed for memory that its cgroup does not have."""
+    assert available_bytes(machine(tmp_path, cgroup, limits)) == free * MEBI
+
+
+def test_memory_of_a_machine_that_does_not_say(tmp_path: Path) -> None:
+    assert available_bytes(str(tmp_path)) is None
