@@ -100,6 +100,8 @@ class _Builder:
         self._parts = parts
 
     def top(self, node: Any) -> Any:
+        if type(node) is not list or not node or node[0] != "d":
+            raise _MalformedError("its top is no dict")
         built = self.node(node, 0)
         return {} if built is _ABSENT else built.value if type(built) is _Hollow else built
 
@@ -211,11 +213,11 @@ class _Builder:
         tensors = [self._tensor(slot) for slot in slots]
         try:
             out = sparse_tensor(tag, tuple(_list(shape)), rest[0], tensors)
+            if parameter:
+                return nn.Parameter(out, requires_grad=bool(requires_grad))
+            return out.requires_grad_() if requires_grad else out
         except (RuntimeError, TypeError, ValueError, IndexError) as error:
             raise _MalformedError(f"bad sparse tensor: {error}") from None
-        if parameter:
-            return nn.Parameter(out, requires_grad=bool(requires_grad))
-        return out.requires_grad_() if requires_grad else out
 
     def _array(self, parts: list[Any]) -> Any:
         slot, description, shape = _parts(parts, 3)
@@ -223,11 +225,11 @@ class _Builder:
             return _ABSENT
         if self._parts is not None:
             return self._parts((slot,))
-        data = self._tensor(slot).cpu().numpy()
+        data = self._tensor(slot)
         dtype = dtype_from_description(description)
         try:
-            return data.view(dtype).reshape(_list(shape))
-        except (TypeError, ValueError) as error:
+            return data.cpu().numpy().view(dtype).reshape(_list(shape))
+        except (RuntimeError, TypeError, ValueError) as error:
             raise _MalformedError(f"bad array: {error}") from None
 
 

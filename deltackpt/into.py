@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequenc
 from typing import Any
 
 import torch
-from deltackpt_store.errors import DeltackptError, InvalidInputError, StateError
+from deltackpt_store.errors import CorruptionError, DeltackptError, InvalidInputError, StateError
 from deltackpt_store.manifest import TensorView
 from deltackpt_store.values import MAX_DEPTH
 from torch import nn
@@ -101,6 +101,8 @@ class Plan:
         recorded = _recorded_names(step, key_map, module_paths)
         for path, keys, value in found.all:
             node = _selected(step, descend(root, keys))
+            if step.partial and not isinstance(value, nn.Module) and node is not None:
+                _refuse_part(step, path, node)
             state = flat_state(value) if isinstance(value, nn.Module) else None
             if isinstance(value, nn.Module) and state is not None:
                 module = ModuleTarget(path, keys, value, state, adapt=self._strict)
@@ -117,8 +119,6 @@ class Plan:
                 if path not in present or other.fits(recorded.get(path), present[path], report):
                     other.match(step, node, report)
                 self._objects.append(other)
-            if step.partial and not isinstance(value, nn.Module) and node is not None:
-                _refuse_part(step, path, node)
 
     def _match_rest(self, root: Mapping[Any, Any]) -> None:
         """Top-level entries of the step that the state does not have."""
@@ -345,6 +345,11 @@ def _recorded_names(
 ) -> dict[str, list[str | None]]:
     """The parameter names the step holds, as they read after `key_map`."""
     recorded: Any = step.reserved_value("#params", {}) or {}
+    if not (is_a(recorded, dict) and all(map(_are_names, recorded.values()))):
+        raise CorruptionError(
+            f"step {step.name} is damaged: it has no list of names for an optimizer's parameters",
+            kind="structure", run=step.commit.run, step=step.commit.step,
+        )  # fmt: skip
     if key_map is None or key_map == "unwrap":  # wrappers are not in the recorded names
         return recorded
 
@@ -355,6 +360,10 @@ def _recorded_names(
         return name
 
     return {path: list(map(renamed, names)) for path, names in recorded.items()}
+
+
+def _are_names(names: Any) -> bool:
+    return is_a(names, list) and all(name is None or is_a(name, str) for name in names)
 
 
 def _roll_back(done: Sequence[Target]) -> list[str]:

@@ -20,7 +20,6 @@ from deltackpt_store.reader import ChunkReader, Request
 from deltackpt_store.store import Store
 
 from . import tree, values
-from .values import dtype_from_name
 from .views import rebuild
 
 RESERVED = "#"
@@ -80,10 +79,6 @@ class Step:
     def build_own(self, tensor: Callable[[int, TensorView], Any]) -> dict[Any, Any]:
         """The nested selected state, without the library's own entries."""
         return _own(self.build(tensor, self.selected))
-
-    def shape_of(self, view: TensorView) -> torch.Tensor:
-        """A tensor on the meta device with the saved one's dtype and shape."""
-        return torch.empty(view.shape, dtype=dtype_from_name(view.dtype), device="meta")
 
     def reserved(self, name: str) -> list[int]:
         """Slots of the library's own entry `name` ("#rng", "#params")."""

@@ -38,6 +38,8 @@ def check(states: Mapping[str, Any]) -> None:
 
     Each recorded state is tried on a fresh generator of the same kind.
     """
+    if not isinstance(states, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance] -- of a store
+        raise MismatchError("the checkpoint names no random generator for its states", key="#rng")
     trials: dict[str, Any] = {
         "python": random.Random().setstate,
         "numpy": _check_numpy,

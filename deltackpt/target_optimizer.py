@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from deltackpt_store.errors import MismatchError
@@ -25,6 +25,7 @@ from .paths import segment
 from .reading import Step
 from .target_plain import items_of, refilled
 from .targets import Leaf, Mismatch, Report, is_a, slots_of
+from .views import shape_of
 
 
 def has_groups(optimizer: Optimizer) -> bool:
@@ -76,11 +77,11 @@ class OptimizerTarget:
             if not step.partial:
                 report.missing.append(self.path)
             return
-        if not (isinstance(node, dict) and {"state", "param_groups"} <= node.keys()):
+        saved = _without_values(step, node)
+        if not _is_state(saved):
             report.mismatched.append(Mismatch(self.path, "not an optimizer", "an optimizer"))
             return
-        self._slots = list(slots_of(cast("Any", node)))
-        saved = _without_values(step, node)
+        self._slots = list(slots_of(node))
         count = sum(len(group["params"]) for group in saved["param_groups"])
         self._recorded = recorded if recorded is not None else [None] * count
         self._present = present
@@ -215,11 +216,24 @@ class OptimizerTarget:
         self._before = None
 
 
+def _is_state(saved: Any) -> bool:
+    """Whether it has the form of an optimizer's state_dict, which a store may only claim."""
+    if not (is_a(saved, dict) and is_a(saved.get("state"), dict)):
+        return False
+    groups: Any = saved.get("param_groups")
+    return is_a(groups, list) and all(
+        is_a(group, dict)
+        and is_a(group.get("params"), list)
+        and all(is_a(index, int, str) for index in group["params"])
+        for group in groups
+    )
+
+
 def _without_values(step: Step, node: Any) -> Any:
     """The saved state_dict with meta tensors for its tensors."""
     if isinstance(node, Leaf):
         view = step.views.get(node.slot)
-        return step.value(node.slot) if view is None else step.shape_of(view)
+        return step.value(node.slot) if view is None else shape_of(view)
     if is_a(node, dict):
         return {key: _without_values(step, value) for key, value in node.items()}
     if is_a(node, list, tuple):

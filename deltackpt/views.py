@@ -44,7 +44,7 @@ def rebuild(view: TensorView, memory: Tensor) -> Tensor:
         out = _blank(dtype, memory.device)
         out = out.set_(memory.untyped_storage(), at // size, view.shape, view.stride)
     except (RuntimeError, TypeError, OverflowError) as error:
-        raise CorruptionError(f"impossible tensor view: {error}", kind="view") from None
+        raise _impossible(error) from None
     if view.neg:
         out = torch._neg_view(out)  # pyright: ignore  # no public spelling
     return torch.conj(out) if view.conj else out
@@ -57,7 +57,25 @@ def _blank(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def dress(view: TensorView, tensor: Tensor) -> Tensor:
-    """`tensor` as an nn.Parameter or with requires_grad, as recorded in `view`."""
-    if view.parameter:
-        return nn.Parameter(tensor, requires_grad=view.requires_grad)
-    return tensor.requires_grad_() if view.requires_grad else tensor
+    """`tensor` as an nn.Parameter or with requires_grad, as recorded in `view`.
+
+    Raises `CorruptionError` for one that cannot have a grad.
+    """
+    try:
+        if view.parameter:
+            return nn.Parameter(tensor, requires_grad=view.requires_grad)
+        return tensor.requires_grad_() if view.requires_grad else tensor
+    except RuntimeError as error:
+        raise _impossible(error) from None
+
+
+def shape_of(view: TensorView) -> Tensor:
+    """A tensor on the meta device with the saved one's dtype and shape. Raises as `rebuild`."""
+    try:
+        return torch.empty(view.shape, dtype=dtype_from_name(view.dtype), device="meta")
+    except (RuntimeError, TypeError, OverflowError) as error:
+        raise _impossible(error) from None
+
+
+def _impossible(error: Exception) -> CorruptionError:
+    return CorruptionError(f"impossible tensor view: {error}", kind="view")

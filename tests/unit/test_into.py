@@ -965,6 +965,16 @@ def test_only_is_checked(keeper: Keeper) -> None:
         back(keeper, short, only="meta/list/1")
 
 
+def test_an_optimizer_is_not_restored_by_one_of_its_groups(keeper: Keeper) -> None:
+    def groups() -> dict[str, Any]:
+        parts = [{"params": nn.Linear(2, 2).parameters()} for _ in range(2)]
+        return {"optimizer": torch.optim.SGD(parts, lr=0.1, momentum=0.9)}
+
+    keeper.save(groups(), 1)
+    with pytest.raises(InvalidInputError, match="restored whole"):
+        back(keeper, groups(), only="optimizer/param_groups/0/*")
+
+
 def test_only_with_generators(keeper: Keeper) -> None:
     torch.manual_seed(5)
     keeper.save({"n": 1}, 1)
