@@ -98,7 +98,7 @@ def _device(device: torch.device | str | int | None) -> torch.device | None:
     try:
         where = None if device is None else torch.device(device)
         torch.empty(0, device=where)
-    except (RuntimeError, AssertionError) as error:
+    except (RuntimeError, AssertionError, TypeError) as error:
         raise InvalidInputError(
             f"device {device!r} cannot be used: {str(error).splitlines()[0]}",
             option="device",

@@ -81,6 +81,12 @@ class OptimizerTarget:
         if not _is_state(saved):
             report.mismatched.append(Mismatch(self.path, "not an optimizer", "an optimizer"))
             return
+        if recorded is None and any(present):
+            report.mismatched.append(
+                Mismatch(self.path, "a plain state_dict, which names no parameters", "an optimizer")
+            )
+            report.hint("give it to load_state_dict of the optimizer yourself (deltackpt.load)")
+            return
         self._slots = list(slots_of(node))
         count = sum(len(group["params"]) for group in saved["param_groups"])
         self._recorded = recorded if recorded is not None else [None] * count

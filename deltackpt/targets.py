@@ -88,12 +88,13 @@ def is_stateful(value: object) -> bool:
 class Mismatch:
     """What is there on both sides and does not fit: what it is in each.
 
-    `target` is empty when `saved` tells it all.
+    `target` is empty when `saved` tells it all. `hint`: what may help, besides the usual.
     """
 
     path: str
     saved: str
     target: str
+    hint: str | None = None
 
     def __str__(self) -> str:
         if not self.target:
@@ -125,7 +126,9 @@ def compare(path: str, view: TensorView, tensor: torch.Tensor) -> Mismatch | Non
     try:
         refuse_unsupported(path, tensor)
     except InvalidInputError as error:
-        return Mismatch(path, saved, error.message.partition(": it ")[2] or error.message)
+        reason = error.message.partition(": it ")[2]
+        hint = "give meta tensors memory first (module.to_empty)" if tensor.is_meta else None
+        return Mismatch(path, saved, f"a tensor that {reason}" if reason else error.message, hint)
     return None
 
 
@@ -164,6 +167,8 @@ class Report:
         lines += _listed("missing in the checkpoint", self.missing)
         lines += _listed("unexpected in the checkpoint", self.unexpected)
         lines += _listed("different", list(map(str, self.mismatched)))
+        for mismatch in self.mismatched:
+            self.hint(mismatch.hint)
         if self.mismatched:
             self.hint("give the target the dtype and shape of the checkpoint (nothing is cast)")
         if not self.fatal:

@@ -37,6 +37,7 @@ from deltackpt_store.layout_check import MAX_LEAVES, MAX_STRUCTURE_BYTES, check_
 from deltackpt_store.values import (
     MAX_DEPTH,
     dtype_description,
+    encode_key,
     encode_node,
     is_namedtuple,
     refuse,
@@ -245,7 +246,7 @@ class Walker:
         keys: list[Any] = list(value)
         names = _names(keys, path)
         places = [join(path, name, top=depth == 0) for name in names]
-        nodes = [encode_node(k, place) for k, place in zip(keys, places, strict=True)]
+        nodes = [encode_key(key, path) for key in keys]
         compiled = MappingNode(value, nodes, extra_of(value))
         pairs: list[Any] = []
         for key, key_node, place in zip(keys, nodes, places, strict=True):

@@ -68,8 +68,8 @@ from deltackpt_store.values_decode import (
 
 __all__ = [
     "MAX_DEPTH", "MAX_DOCUMENT_BYTES", "Placeholder", "decode", "decode_node",
-    "dtype_description", "dtype_from_description", "encode", "encode_node", "is_namedtuple",
-    "is_scalar", "is_value", "make_defaultdict", "refuse", "register",
+    "dtype_description", "dtype_from_description", "encode", "encode_key", "encode_node",
+    "is_namedtuple", "is_scalar", "is_value", "make_defaultdict", "refuse", "register",
 ]  # fmt: skip
 
 _NATIVE: frozenset[type] = frozenset((type(None), bool, int, float, str, bytes))
@@ -115,6 +115,14 @@ def encode_node(value: object, path: str = "") -> Any:
     except _RefusedError as refusal:
         where = "/".join([*([path] if path else []), *reversed(refusal.parts)])
         raise refuse(where, refusal.reason, refusal.hint) from None
+
+
+def encode_key(key: object, path: str) -> Any:
+    """:func:`encode_node` for a key of the container at `path`."""
+    try:
+        return _encode_key(key, 0)
+    except _RefusedError as refusal:
+        raise refuse(path, refusal.reason, refusal.hint) from None
 
 
 def refuse(path: str, reason: str, hint: str) -> InvalidInputError:
@@ -280,11 +288,20 @@ def _encode_items(items: Sequence[Any], depth: int) -> list[Any]:
     return out
 
 
+def _encode_key(key: Any, depth: int) -> Any:
+    try:
+        return _encode(key, depth)
+    except _RefusedError as refusal:
+        hint = "use plain values as keys, such as names; of an optimizer, save its state_dict()"
+        raise _RefusedError(f"has a key that {refusal.reason}", hint) from None
+
+
 def _encode_pairs(value: dict[Any, Any], depth: int) -> list[list[Any]]:
     out: list[list[Any]] = []
     for key, item in value.items():
+        node = _encode_key(key, depth + 1)
         try:
-            out.append([_encode(key, depth + 1), _encode(item, depth + 1)])
+            out.append([node, _encode(item, depth + 1)])
         except _RefusedError as refusal:
             refusal.parts.append(str(key) if type(key) in _NATIVE else repr(key))
             raise

@@ -236,8 +236,9 @@ def test_no_match_at_all_is_an_error_in_every_mode(keeper: Keeper, strict: bool)
 
 def test_meta_and_inference_targets_are_refused(keeper: Keeper) -> None:
     keeper.save({"model": nn.Linear(3, 3)}, 1)
-    with pytest.raises(MismatchError, match="meta tensor"):
+    with pytest.raises(MismatchError, match=r"a tensor that is a meta tensor") as caught:
         back(keeper, {"model": nn.Linear(3, 3, device="meta")})
+    assert "to_empty" in str(caught.value.hint)
     with torch.inference_mode():
         frozen = nn.Linear(3, 3)
     with pytest.raises(MismatchError, match="inference mode"):
@@ -501,6 +502,23 @@ def test_state_of_parameters_outside_of_modules_is_matched_by_path(keeper: Keepe
     strangers = torch.optim.SGD([nn.Parameter(torch.zeros(8)) for _ in "pq"], lr=0.1, momentum=0.9)
     with pytest.raises(MismatchError, match=r"not in the state.*unexpected: trained/p"):
         back(keeper, {"trained": other, "o": strangers})
+
+
+def test_a_plain_state_dict_is_not_matched_by_position(keeper: Keeper) -> None:
+    # case 41
+    model, optimizer = pair(0)
+    stepped(model, optimizer, 1)
+    keeper.save({"m": model.state_dict(), "o": optimizer.state_dict()}, 1)
+    other, target = pair(1)
+    before = content(other)
+    with pytest.raises(MismatchError, match="load_state_dict") as caught:
+        back(keeper, {"m": other, "o": target})
+    (told,) = caught.value.context["mismatched"]
+    assert told.startswith("o: a plain state_dict, which names no parameters in the checkpoint")
+    assert_equal(other, before)
+    target.load_state_dict(load(keeper.path)["o"])  # the way out that it names
+    back(keeper, {"m": other, "o": target.state_dict()})
+    assert_equal(other, content(model))
 
 
 def test_optimizer_over_other_parameters_is_refused(keeper: Keeper) -> None:

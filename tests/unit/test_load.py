@@ -214,6 +214,9 @@ def test_device_moves(keeper: Keeper) -> None:
     if not torch.cuda.is_available():
         with pytest.raises(InvalidInputError, match="device"):
             load(keeper.path, device="cuda")
+    maps: Any = {"cuda:0": "cpu"}
+    with pytest.raises(InvalidInputError, match="device"):
+        load(keeper.path, device=maps)
 
 
 def test_steps_and_what_is_unknown(keeper: Keeper, tmp_path: Path) -> None:

@@ -181,6 +181,16 @@ def test_what_cannot_be_saved_is_named(bad: Any) -> None:
     assert caught.value.hint
 
 
+@pytest.mark.parametrize("bad", [torch.zeros(3), nn.Linear, lambda: 1, (1, object())])
+def test_a_key_that_cannot_be_saved_is_called_one(bad: Any) -> None:
+    # case 29, case 36
+    for state in ({"opt": {"state": {1: 2, bad: torch.zeros(3)}}}, {"opt": {"state": {bad: {}}}}):
+        with pytest.raises(InvalidInputError, match="at 'opt/state': it has a key that") as caught:
+            take(state)
+        assert caught.value.context["path"] == "opt/state"
+        assert "state_dict" in str(caught.value.hint)
+
+
 def test_cycles_are_named() -> None:
     inner: dict[str, Any] = {}
     inner["back"] = [inner]
