@@ -63,7 +63,7 @@ class Checkpointer:
     backward pass and is locked until then: the optimizer's `step` waits for it by itself (a global
     pre-hook), everything else that modifies parameters in place calls :meth:`lock` first.
     A tensor that was modified all the same makes the save fail with `CorruptionError` (kind
-    "torn") naming it, as far as PyTorch's version counters and the bytes show it (see `witness`);
+    "torn") naming it, as far as PyTorch's version counters and the bytes show it;
     nothing mixed is ever committed then. The next :meth:`step` makes up for it: it saves, whether
     due or not, and so does :meth:`close` with `final`. From then on such tensors are copied before
     `save` returns, as everything is that the optimizer does not own, but for frozen parameters

@@ -112,7 +112,7 @@ Event = (
 
 @runtime_checkable
 class Observer(Protocol):
-    """Whoever wants to know. Called on several threads, see the module's text."""
+    """Whoever wants to know. Called on several threads, returns quickly, cannot save or wait."""
 
     def on_event(self, event: Event, /) -> None: ...
 

@@ -79,8 +79,9 @@ class Plan:
         self._goals = self._find_goals()
         if step.selected and not self._slots:
             self.report.fatal.append("nothing in it fits one of them")
-            if step.partial is False and root.keys().isdisjoint(state):
-                self.report.hint(f"the checkpoint calls them {', '.join(map(repr, root))}")
+            if root.keys().isdisjoint(state):
+                names = dict.fromkeys(path.partition("/")[0] for path in self.report.unexpected)
+                self.report.hint(f"the checkpoint calls them {', '.join(map(repr, names))}")
         self.report.check(step, strict=strict)
 
     def _match_objects(

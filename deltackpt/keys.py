@@ -7,6 +7,7 @@ renamed unless a `key_map` asks for it.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Literal, cast
 
@@ -27,6 +28,9 @@ Keys are those of one module's ``state_dict``, without the module's own name in 
 mapping they may also be written as paths, as errors print them: ``{"model/old.": "model/new."}``
 is about the module "model" alone.
 """
+
+_TRIED = 16
+"""Keys of each side that a hint is made of."""
 
 WRAPPERS = frozenset(
     ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module")
@@ -164,14 +168,30 @@ def wrapping_hint(saved: Iterable[str], present: Iterable[str]) -> str | None:
     return None
 
 
-def renaming_hint(saved: Sequence[str], present: Sequence[str]) -> str | None:
-    """How to rename keys, where keys of both sides (of one module) have no partner."""
+def renaming_hint(saved: Sequence[str], present: Sequence[str], *, whole: bool) -> str | None:
+    """The renamed prefix that finds partners for most keys of both sides (of one module).
+
+    ``""`` is one only when no key of the module has a partner yet (`whole`).
+    """
     if not saved or not present:
         return None
-    old, new = saved[0].split("."), present[0].split(".")
-    ends = ""
-    while len(old) > 1 and len(new) > 1 and old[-1] == new[-1]:
-        ends = "."
-        del old[-1], new[-1]
-    example = {".".join(old) + ends: ".".join(new) + ends}
+    pairs = itertools.product(saved[:_TRIED], present[:_TRIED])
+    examples = dict.fromkeys(_renamed(old, new, 0 if whole else 1) for old, new in pairs)
+    here = frozenset(present)
+
+    def partners(example: tuple[str, str]) -> int:
+        old, new = example
+        return sum(key.startswith(old) and new + key.removeprefix(old) in here for key in saved)
+
+    example = dict([max(examples, key=partners)])
     return f"key_map renames keys that are named otherwise here, such as key_map={example}"
+
+
+def _renamed(old: str, new: str, least: int) -> tuple[str, str]:
+    """What is left of two keys without the names at their ends that are equal."""
+    left, right = old.split("."), new.split(".")
+    equal = 0
+    while equal < min(len(left) - least, len(right)) and left[~equal] == right[~equal]:
+        equal += 1
+    end = ".".join(left[len(left) - equal :])
+    return old.removesuffix(end), new.removesuffix(end)

@@ -176,6 +176,7 @@ def _mismatch(path: str, problems: list[str]) -> MismatchError:
     shown = "; ".join(problems[:20]) + ("; ..." if len(problems) > 20 else "")
     return MismatchError(
         f"the parameters of {path!r} are not those of the checkpoint: {shown}",
-        hint="build the optimizer over the same named parameters, in the same groups",
+        hint="build the optimizer over the same named parameters, in the same groups, and have "
+        "their model in the state",
         key=path,
     )

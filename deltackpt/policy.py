@@ -76,6 +76,14 @@ def _by_name(cls: type[T], values: tuple[object, ...], example: str) -> T:
     return object.__new__(cls)
 
 
+def _shown_as_made(cls: type[T]) -> type[T]:
+    """`cls` with the parameters of its ``__init__`` in ``help()``, which shows ``__new__``'s."""
+    made = inspect.signature(cls.__init__)
+    cls.__signature__ = made.replace(parameters=list(made.parameters.values())[1:])  # pyright: ignore[reportAttributeAccessIssue]
+    return cls
+
+
+@_shown_as_made
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Every:
     """Save every so many steps, every so many seconds, or whichever of both comes first.
@@ -102,6 +110,7 @@ class Every:
             )
 
 
+@_shown_as_made
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Keep:
     """Which durable steps of a run retention keeps; a step stays when any rule keeps it.

@@ -48,8 +48,8 @@ class Restored:
     step: int
     number: int
     root: str
-    commit: Commit
-    loaded: tuple[str, ...] = ()
+    commit: Commit = field(repr=False)
+    loaded: tuple[str, ...] = field(default=(), repr=False)
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
     mismatched: tuple[Mismatch, ...] = ()
@@ -121,24 +121,31 @@ def restore_into(
       optimizer of the same class; dtypes of the state stay the saved ones. Without `strict`, the
       state of a parameter whose moments do not fit stays as it is;
     - other objects with ``load_state_dict``: one call with a private copy of their state;
-    - plain containers and values: see `target_plain`; the checkpoint says what exists;
+    - plain containers: in place, and hold exactly the saved entries then;
     - random generators, last, unless `rng` is False, the step has none, or `only` leaves "#rng"
       out.
 
     `strict` demands that both sides have the same entries and refuses with the full list;
     otherwise what fits is restored and the rest reported. Nothing fitting is always an error.
     `only` are globs over paths (``model/*``; `*` crosses "/"): the rest of the target stays.
-    `key_map` renames keys of modules, see `keys`. Optimizers' gradients, steps and hooks are not
-    touched, but for the hooks of ``load_state_dict``, which run once. `threads` read in parallel
-    (default: as many as processors, at most 8). What is read is held meanwhile: retention and
-    collection leave it alone, where the store can be written to.
+    `key_map` renames keys of modules: "unwrap" ignores what wrappers add, a mapping renames
+    prefixes (``{"module.": ""}``), a function gives the target's key. Optimizers' gradients, steps
+    and hooks are not touched, but for the hooks of ``load_state_dict``, which run once. `threads`
+    read in parallel (default: as many as processors, at most 8). What is read is held meanwhile:
+    retention and collection leave it alone, where the store can be written to.
     """
+    store = store if isinstance(store, Store) else Store.open(store)
     restored, held = restore_and_hold(
         store, state, run=run, step=step, strict=strict, only=only, key_map=key_map,
         low_memory=low_memory, rng=rng, threads=threads,
     )  # fmt: skip
     if held is not None:
         held.release()
+    elif runs := store.runs():
+        _log.warning(
+            "nothing is restored: store %s has no step of run %r (its runs are %s)",
+            store.path, run, ", ".join(runs),
+        )  # fmt: skip
     return restored
 
 

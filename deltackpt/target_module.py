@@ -112,7 +112,8 @@ class ModuleTarget:
         names = dict(zip(saved, segments(saved), strict=True))
         report.unexpected += [f"{self.path}/{names[key]}" for key in (*spare, *strange)]
         report.missing += [places[key] for key in missing]
-        report.hint(wrapping_hint(spare, missing) or renaming_hint(spare, missing))
+        whole = not self._pairs
+        report.hint(wrapping_hint(spare, missing) or renaming_hint(spare, missing, whole=whole))
         self._spare = set() if self.trusted else set(spare)
         if not self._pairs and (named or self._state):
             report.fatal.append(

@@ -169,7 +169,7 @@ class Report:
         lines += _listed("different", list(map(str, self.mismatched)))
         for mismatch in self.mismatched:
             self.hint(mismatch.hint)
-        if self.mismatched:
+        if any(" of shape " in mismatch.target for mismatch in self.mismatched):
             self.hint("give the target the dtype and shape of the checkpoint (nothing is cast)")
         if not self.fatal:
             self.hint("strict=False restores what fits, only= a part")

@@ -232,7 +232,7 @@ class RunWriter:
                 raise StateError(
                     "the step saved before failed, and this one was relative to it",
                     kind="relative-failed",
-                    hint="save again relative to the last durable step",
+                    hint="save again",
                 )
             return table
         if isinstance(key, int):

@@ -11,7 +11,7 @@ from deltackpt_store.errors import InvalidInputError, MismatchError
 from restoring import Keeper
 from torch import nn
 
-from deltackpt.keys import KeyMap
+from deltackpt.keys import KeyMap, renaming_hint
 from deltackpt.paths import key_of, segment
 from deltackpt.restore import restore_into
 
@@ -101,3 +101,30 @@ def test_renamed_keys_are_answered_with_a_key_map_that_works(keeper: Keeper) -> 
 @pytest.mark.parametrize("key", ["0", "a.b", "a/b", "~x", "", "None", "x~1y"])
 def test_a_key_is_read_back_from_its_segment(key: str) -> None:
     assert key_of(segment(key)) == key
+
+
+@pytest.mark.parametrize(
+    ("saved", "present", "key_map"),
+    [
+        (["a.w", "b.w"], ["net.a.w", "net.b.w", "head.w"], {"": "net."}),
+        (["n", "module.a.w", "module.b.w"], ["a.w", "b.w"], {"module.": ""}),
+        (["a.x.w", "b.x.w", "b.y.w"], ["c.x.w", "c.y.w"], {"b.": "c."}),
+        (["a.w"], ["a.weight"], {"a.w": "a.weight"}),
+    ],
+)
+def test_the_advice_is_the_prefix_that_most_keys_share(
+    saved: list[str], present: list[str], key_map: dict[str, str]
+) -> None:
+    assert str(renaming_hint(saved, present, whole=True)).endswith(f"key_map={key_map}")
+
+
+def test_no_advice_renames_keys_that_fit(tmp_path: Path) -> None:
+    """`{"": "net."}` would take the partner away that `head` has."""
+    keeper = Keeper(tmp_path / "store")
+    keeper.save({"m": nn.ModuleDict({"a": nn.Linear(1, 1), "head": nn.Linear(1, 1)})}, 1)
+    net = nn.ModuleDict({"a": nn.Linear(1, 1)})
+    state = {"m": nn.ModuleDict({"net": net, "head": nn.Linear(1, 1)})}
+    with pytest.raises(MismatchError) as caught:
+        restore_into(keeper.path, state)
+    assert "key_map={'a.': 'net.a.'}" in str(caught.value.hint)
+    restore_into(keeper.path, state, key_map={"a.": "net.a."})

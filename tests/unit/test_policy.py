@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import time
 from pathlib import Path
 from typing import Any
@@ -112,6 +114,12 @@ def test_numbers_that_cannot_be_handed_on_are_refused(option: str) -> None:
     # case 26
     with pytest.raises(InvalidInputError, match=option):
         Compact(**{option: 1 << 63})
+
+
+@pytest.mark.parametrize("policy", [Every, Keep])
+def test_help_shows_the_parameters(policy: type) -> None:
+    names = [field.name for field in dataclasses.fields(policy)]
+    assert list(inspect.signature(policy).parameters) == names
 
 
 def test_good_retention() -> None:

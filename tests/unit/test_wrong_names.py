@@ -98,6 +98,21 @@ def test_a_misspelt_name_in_the_state_is_answered_with_those_of_the_checkpoint(p
     with pytest.raises(MismatchError, match=r"\n  \(the checkpoint calls them 'x'\)$") as caught:
         deltackpt.restore_into(path, state, run="base")
     assert "unexpected in the checkpoint:\n    x\n" in str(caught.value)  # a list, hint below it
+    with pytest.raises(MismatchError, match="the checkpoint calls them 'x'"):
+        deltackpt.restore_into(path, state, run="base", only="x")
+
+
+def test_another_run_that_does_not_exist_is_told_where_it_may_be_new(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert deltackpt.restore_into(path, {"x": torch.zeros(4)}) is None
+    assert "no step of run 'main' (its runs are base, other)" in caplog.text
+
+
+def test_what_is_restored_is_printed_without_the_whole_record(path: Path) -> None:
+    restored = deltackpt.restore_into(path, {"x": torch.zeros(4)}, run="base")
+    assert repr(restored).startswith("Restored(run='base', step=2, number=2, root='")
+    assert "commit" not in repr(restored)
 
 
 def test_a_closed_checkpointer_and_an_older_step_are_answered_with_advice(tmp_path: Path) -> None:

@@ -36,8 +36,10 @@ def _yes(keeps_up: bool | None, yes: str, no: str) -> str:
 
 
 def percent(share: float | None) -> str:
-    """Two digits that count: ``0.0042 %``."""
-    return "-" if share is None else f"{share * 100:.2g} %"
+    """Two digits that count, or all before the point: ``0.0042 %``, ``112 %``."""
+    if share is None:
+        return "-"
+    return f"{share * 100:.2g} %" if share < 0.995 else f"{share * 100:.0f} %"
 
 
 def _lines(advice: Advice) -> list[str]:

@@ -49,10 +49,11 @@ def _lines(report: CompactReport) -> list[str]:
         f"{would + 'remove' if would else 'removed'} {counted(len(report.removed), 'pack')}"
     )
     if not report.dry_run:
+        need = "needs" if report.lighter_steps == 1 else "need"
         lines.append(
             f"packs {report.packs_before} -> {report.packs_after}, "
             f"{size(report.bytes_before)} -> {size(report.bytes_after)}; "
-            f"{counted(report.lighter_steps, 'step')} need fewer packs; "
+            f"{counted(report.lighter_steps, 'step')} {need} fewer packs; "
             f"wrote {size(report.written_bytes)} in {report.seconds:.1f} s"
         )
     return lines

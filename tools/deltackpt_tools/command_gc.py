@@ -47,7 +47,8 @@ def _lines(report: GcReport) -> list[str]:
         lines.append(f"{verb} {counted(len(report.accepted), 'lost commit')}")
     if report.pardoned:
         lines.append(f"{counted(len(report.pardoned), 'pack')} turned out to be needed")
-    lines.append(f"{counted(report.kept_packs, 'pack')} stay ({size(report.kept_bytes)})")
+    stay = "stays" if report.kept_packs == 1 else "stay"
+    lines.append(f"{counted(report.kept_packs, 'pack')} {stay} ({size(report.kept_bytes)})")
     return lines
 
 
