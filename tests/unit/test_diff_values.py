@@ -14,6 +14,7 @@ from click.testing import CliRunner
 from deltackpt_store import ChunkReader
 from deltackpt_store.errors import CorruptionError
 from deltackpt_tools import chunk_rows, numeric
+from deltackpt_tools.blaming import NotFinite, blame
 from deltackpt_tools.changes import ValueStats
 from deltackpt_tools.cli import cli
 from deltackpt_tools.diffing import diff
@@ -152,6 +153,23 @@ def test_views_of_any_kind(tmp_path: Path, how: str) -> None:
     assert tensors[0].values is not None
     assert tensors[0].values.changed_elements == expected == 1
     assert tensors[0].values.max_difference == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize("repeats", [3, 1 << 45])
+def test_an_expanded_tensor_costs_what_is_stored_of_it(small: SmallStore, repeats: int) -> None:
+    """Prevents: the elements of `torch.zeros(1).expand(10**12)` are counted one by one."""
+    old = np.array([1, 2, 4, np.inf], np.float32)
+    new = np.array([1, 4, np.nan, np.inf], np.float32)
+    views = {"w": {"shape": (repeats, 4), "stride": (0, 1)}}
+    first = small.save("main", 1, {"w": old}, views=views)
+    small.save("main", 2, {"w": new}, views=views, parent=first)
+    (change,) = diff(Path(small.path), "@1", "@2", values=True).tensors
+    assert change.values is not None
+    assert (change.values.elements, change.values.changed_elements) == (4 * repeats, 2 * repeats)
+    assert (change.values.new_nan, change.values.max_difference) == (repeats, 2.0)
+    assert change.values.rms == pytest.approx(1.0)
+    (blamed,) = blame(small.store, "w", nan=True).tensors
+    assert blamed.not_finite == NotFinite("main", 1, 1, 0, repeats)
 
 
 def test_steps_cut_differently_are_compared_by_reading(tmp_path: Path) -> None:

@@ -467,6 +467,13 @@ def test_damage_met_half_way_leaves_no_file(tmp_path: Path, name: str) -> None:
     assert sorted(os.listdir(tmp_path)) == sorted([name, "store"])
 
 
+def test_a_tensor_that_no_file_can_hold_is_refused(tmp_path: Path) -> None:
+    save_state(tmp_path / "store", {"w": torch.ones(1).expand(1 << 31, 1 << 31)})
+    result = run(tmp_path / "store", "main", tmp_path / "out.safetensors", code=2)
+    assert "'w' repeats its elements" in result.stderr
+    assert sorted(os.listdir(tmp_path)) == ["store"]
+
+
 def test_a_name_may_be_as_long_as_the_file_system_allows(tmp_path: Path) -> None:
     target = tmp_path / ("\u5b57" * 85)  # of three bytes each
     with publish.published(str(target), force=False) as file:

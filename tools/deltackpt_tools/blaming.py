@@ -22,7 +22,7 @@ from deltackpt_tools.named import StepLike, StoreLike, ancestry, as_commit, as_s
 from deltackpt_tools.nearness import matches, near
 from deltackpt_tools.numeric import count_nonfinite, may_be_nonfinite
 from deltackpt_tools.parameters import ParameterNames
-from deltackpt_tools.tensor_bytes import TensorBytes
+from deltackpt_tools.tensor_bytes import TensorBytes, without_repeats
 
 Progress = Callable[[int, int | None], None]
 
@@ -312,8 +312,9 @@ class _Scan:
             if rows is not None and self._rows.whole_elements(view):
                 together.append((path, view, rows))
             elif rows is None or len(rows):
-                for piece in self._whole.tensor(view):
-                    self._add(sums, path, view, piece)
+                (once,), repeats = without_repeats(view)
+                for piece in self._whole.tensor(once):
+                    self._add(sums, path, view, piece, repeats)
         for number, piece in self._rows.many([(view, rows) for _, view, rows in together]):
             path, view, _ = together[number]
             self._add(sums, path, view, piece)
@@ -321,10 +322,14 @@ class _Scan:
 
     @staticmethod
     def _add(
-        sums: dict[str, tuple[int, int]], path: str, view: TensorView, piece: memoryview
+        sums: dict[str, tuple[int, int]],
+        path: str,
+        view: TensorView,
+        piece: memoryview,
+        repeats: int = 1,
     ) -> None:
         nan, inf = count_nonfinite(piece, view.dtype)
-        sums[path] = sums[path][0] + nan, sums[path][1] + inf
+        sums[path] = sums[path][0] + nan * repeats, sums[path][1] + inf * repeats
 
     def _changed(self, path: str, view: TensorView) -> NDArray[np.int64] | None:
         """Chunks that differ from the step before; None: read the whole tensor."""

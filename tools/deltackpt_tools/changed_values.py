@@ -19,7 +19,7 @@ from deltackpt_tools.changes import TensorChange, ValueStats
 from deltackpt_tools.chunk_rows import BATCH, ChunkRows
 from deltackpt_tools.compare import Comparison, Pair, tensor_nbytes
 from deltackpt_tools.numeric import Sums
-from deltackpt_tools.tensor_bytes import TensorBytes
+from deltackpt_tools.tensor_bytes import TensorBytes, without_repeats
 
 
 class ValueReader:
@@ -40,7 +40,10 @@ class ValueReader:
         self, pairs: Sequence[Pair], progress: Callable[[int], None] | None = None
     ) -> list[ValueStats]:
         """Figures of tensors, in order; `progress` is told the bytes read of the new step."""
-        sums = [Sums(pair.new.dtype, prod(pair.new.shape)) for pair in pairs]
+        sums = [
+            Sums(pair.new.dtype, prod(pair.new.shape), without_repeats(pair.old, pair.new)[1])
+            for pair in pairs
+        ]
         for number, old, new in self._pieces(pairs):
             sums[number].add(old, new)
             if progress is not None:
@@ -60,8 +63,9 @@ class ValueReader:
                 after.append((pair.new, pair.chunks))
                 continue
             size = BATCH // 64 * 64  # a multiple of every element's width
-            whole_old = _cut(self._whole_old.tensor(pair.old), size)
-            whole_new = _cut(self._whole_new.tensor(pair.new), size)
+            (of_old, of_new), _ = without_repeats(pair.old, pair.new)
+            whole_old = _cut(self._whole_old.tensor(of_old), size)
+            whole_new = _cut(self._whole_new.tensor(of_new), size)
             for old, new in zip(whole_old, whole_new, strict=True):
                 yield number, old, new
         together = zip(self._old.many(before), self._new.many(after), strict=True)

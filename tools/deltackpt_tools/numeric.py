@@ -63,10 +63,12 @@ def _widen(dtype: np.dtype[Any], name: str) -> Callable[[NDArray[Any]], NDArray[
 
 @dataclass(slots=True)
 class Sums:
-    """Running totals of one tensor. `add` may be called with any number of whole elements."""
+    """Running totals of one tensor. `add` may be called with any number of whole elements, each of
+    which counts `repeats` times."""
 
     dtype: str
     total_elements: int
+    repeats: int = 1
     changed: int = 0
     largest: float | None = None
     squared_difference: float = 0.0
@@ -121,23 +123,24 @@ class Sums:
         self.squared_old += float(np.square(np.abs(x).astype(np.float64)).sum())
 
     def stats(self) -> ValueStats:
+        changed = self.changed * self.repeats
         if self._numeric is None:
-            return ValueStats(self.total_elements, self.changed, None, None, None, None, None)
+            return ValueStats(self.total_elements, changed, None, None, None, None, None)
         floating = self._numeric.kind not in "iub"
         relative = None
         if self.squared_old > 0:
             relative = (self.squared_difference / self.squared_old) ** 0.5
         rms = None
         if self.largest is not None:
-            rms = (self.squared_difference / self.total_elements) ** 0.5
+            rms = (self.squared_difference * self.repeats / self.total_elements) ** 0.5
         return ValueStats(
             elements=self.total_elements,
-            changed_elements=self.changed,
+            changed_elements=changed,
             max_difference=self.largest,
             rms=rms,
             relative_update=relative,
-            new_nan=self.new_nan if floating else 0,
-            new_inf=self.new_inf if floating else 0,
+            new_nan=self.new_nan * self.repeats if floating else 0,
+            new_inf=self.new_inf * self.repeats if floating else 0,
         )
 
 

@@ -14,7 +14,9 @@ from collections.abc import Iterator
 from math import prod
 from typing import Any
 
+import msgspec
 import numpy as np
+from deltackpt_store.errors import InvalidInputError
 from deltackpt_store.manifest import Snapshot, TensorView, element_bytes
 from deltackpt_store.reader import ChunkReader
 from numpy.typing import NDArray
@@ -69,11 +71,20 @@ class TensorBytes:
             yield window[max(start, base) - base : min(stop, last * size) - base]
 
     def tensor(self, view: TensorView) -> Iterator[memoryview]:
-        """The tensor's elements as they count (conj and neg bits applied), row-major."""
+        """The tensor's elements as they count (conj and neg bits applied), row-major.
+
+        InvalidInputError when they are too many for any file.
+        """
         width = element_bytes(view.dtype)
         nbytes = prod(view.shape) * width
         if nbytes == 0:
             return
+        if nbytes >= 1 << 63:
+            path = self._snapshot.layout.paths[view.slot]
+            raise InvalidInputError(
+                f"tensor {path!r} repeats its elements to {nbytes} bytes: nothing can hold them",
+                kind="too-large", hint="leave it out by --only or --prefix", path=path,
+            )  # fmt: skip
         if is_contiguous(view) and not (view.conj or view.neg):
             yield from self.extent(view.extent, view.offset, view.offset + nbytes)
             return
@@ -130,6 +141,16 @@ def is_contiguous(view: TensorView) -> bool:
             return False
         expected *= size
     return True
+
+
+def without_repeats(*views: TensorView) -> tuple[list[TensorView], int]:
+    """`views`, of one shape, without the axes along which all of them repeat their elements (those
+    of `expand`), and how many times each element that is left counts."""
+    steps = list(zip(*(view.stride for view in views), strict=True))
+    sizes = views[0].shape
+    repeats = [n if n > 1 and not any(s) else 1 for n, s in zip(sizes, steps, strict=True)]
+    shape = tuple(n // r for n, r in zip(sizes, repeats, strict=True))
+    return [msgspec.structs.replace(view, shape=shape) for view in views], prod(repeats)
 
 
 def _blocks(array: NDArray[Any]) -> Iterator[NDArray[np.uint8]]:
