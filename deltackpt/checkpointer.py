@@ -451,28 +451,32 @@ class Checkpointer:
         it is the state *now* that is saved, under that step and with the metrics it was passed
         with, so close right after the loop. Raises the first
         failure that nobody was told yet, after everything has been released. When it was
-        interrupted (Ctrl-C), call it again: it ends what is left.
+        interrupted (Ctrl-C), call it again: it ends what is left, and raises what has failed.
         """
         self._calls.check_process()
-        if self._released:
-            return
-        refuse_waiting(self._pipeline)
-        if self._calls.closed:  # and interrupted then
-            self._release()
-            return
+        failure: DeltackptError | None = None
+        if not self._released:
+            refuse_waiting(self._pipeline)
+            if self._calls.closed:  # and interrupted then
+                self._release()
+            else:
+                failure = self._finish()
+        failure = failure or self._pipeline.failures.take()
+        if failure is not None:
+            raise failure
+
+    def _finish(self) -> DeltackptError | None:
+        """Save what is left to save, wait, release everything; what the last save failed with."""
         with self._calls.exclusive():
-            failure: DeltackptError | None = None
             try:
                 self._save_final()
                 self._wait_idle(None)
                 self._save_torn()
             except DeltackptError as error:
-                failure = error
+                return error
             finally:
                 self._release()
-            failure = failure or self._pipeline.failures.take()
-        if failure is not None:
-            raise failure
+        return None
 
     def __enter__(self) -> Self:
         self._calls.check_open()

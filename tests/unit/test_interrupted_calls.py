@@ -78,6 +78,27 @@ def test_an_interrupt_at_any_place_leaves_no_lock_taken(tmp_path: Path, name: st
         at += 1 + at // 5
 
 
+def test_a_close_after_an_interrupted_one_tells_what_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ckpt = Checkpointer(tmp_path / "store", {"x": torch.zeros(100)}, writer="thread", final=False)
+    ckpt.save(1).result(60)
+    (tmp_path / "store").rename(tmp_path / "away")
+    ckpt.save(2)
+
+    def interrupted(timeout: float | None) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ckpt, "_wait_idle", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            ckpt.close()
+    with pytest.raises(DeltackptError) as caught:
+        ckpt.close()
+    assert caught.value.kind == "store-vanished"
+    ckpt.close()
+
+
 def test_a_condition_tells_and_times_out() -> None:
     condition, found = Condition(), [False]
     assert not condition.wait_for(lambda: found[0], 0)
