@@ -31,7 +31,7 @@ from .extents import BufferPool
 from .guard import Guard, has_optimizer
 from .keys import KeyMap
 from .lifecycle import SaveSignals, check_signals
-from .options import CHUNK_BYTES, check_metrics, check_options, note_metrics
+from .options import CHUNK_BYTES, check_flags, check_metrics, check_options, note_metrics
 from .pipeline import MAX_IN_FLIGHT, SavePipeline
 from .policy import Due, DueFunction, Every, Keep, OnBusy, OnError, check_seconds
 from .remarks import environment, warn_of_missing_parameters
@@ -199,6 +199,7 @@ class Checkpointer:
         `InvalidInputError` naming the path of a value that cannot be saved; `StorageError` (kind
         "timeout") when on_busy="wait" waited `durable_timeout` seconds.
         """
+        check_flags(overwrite=overwrite)
         refuse_waiting(self._pipeline)
         with self._calls.exclusive():
             self._raise_failure(torn=False)

@@ -14,6 +14,7 @@ from deltackpt_store.store import Store
 
 from .choosing import Skipped, held_candidates, named_step, nothing_verifies
 from .host_memory import available_bytes
+from .options import check_threads
 from .reading import Step, is_damage, patterns
 from .tensors import check_mode
 from .views import dress, rebuild
@@ -51,6 +52,7 @@ def load(
     run, step = named_step(store, run, step)
     only = None if only is None else patterns(only)
     where = _device(device)
+    check_threads(threads)
     skipped: list[Skipped] = []
     for held in held_candidates(store, run, step, skipped):
         commit = held.commit

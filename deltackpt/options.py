@@ -67,10 +67,7 @@ def check_options(
     _choice("codec", codec, CODECS)
     _choice("on_busy", on_busy, ("wait", "skip", "coalesce"))
     _choice("on_error", on_error, ("raise", "warn"))
-    for name, value in (
-        ("shadow", shadow), ("overlap", overlap), ("rng", rng), ("final", final),
-    ):  # fmt: skip
-        _choice(name, value, (True, False))
+    check_flags(shadow=shadow, overlap=overlap, rng=rng, final=final)
     _check_chunk_bytes(chunk_bytes)
     if ring_bytes is not None:
         _whole("ring_bytes", ring_bytes, chunk_bytes, 1 << 50)
@@ -80,7 +77,7 @@ def check_options(
     if threads is None:
         threads = min(4, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity")
                       else os.cpu_count() or 1)  # fmt: skip
-    _whole("threads", threads, 1, 256)
+    check_threads(threads)
     return Options(
         run=check_name(run, "run"), every=check_every(every), keep=keep, writer=writer,
         ring_bytes=ring_bytes, chunk_bytes=chunk_bytes, codec=codec, shadow=shadow,
@@ -88,6 +85,27 @@ def check_options(
         durable_timeout=limits["durable_timeout"], lock_timeout=limits["lock_timeout"],
         rng=rng, threads=threads, final=final,
     )  # fmt: skip
+
+
+def check_flags(**flags: Any) -> None:
+    """`InvalidInputError` naming the first option that is neither True nor False."""
+    for name, value in flags.items():
+        _choice(name, value, (True, False))
+
+
+def check_mapping(state: Any) -> None:
+    """`InvalidInputError` unless `state` has names for what it holds."""
+    if not isinstance(state, Mapping):
+        raise InvalidInputError(
+            f"state must be a mapping such as {{'model': model}}, not a {type(state).__name__}",
+            option="state",
+        )
+
+
+def check_threads(threads: Any) -> None:
+    """`InvalidInputError` unless `threads` is a number of threads or None."""
+    if threads is not None:
+        _whole("threads", threads, 1, 256)
 
 
 def check_metrics(metrics: Any) -> dict[str, float]:

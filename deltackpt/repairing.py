@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 from blake3 import blake3
-from deltackpt_store.errors import DeltackptError
+from deltackpt_store.errors import DeltackptError, InvalidInputError
 from deltackpt_store.repair import RepairReport
 from deltackpt_store.repair import repair as repair_store
 from deltackpt_store.settling import ACK_SECONDS
@@ -17,7 +17,8 @@ from torch import Tensor
 
 from .capture import capture
 from .detect import memory
-from .options import CHUNK_BYTES
+from .options import CHUNK_BYTES, check_flags, check_mapping, check_threads
+from .policy import check_seconds
 
 __all__ = ["repair"]
 
@@ -43,10 +44,26 @@ def repair(
     Raises what `deltackpt_store.repair.repair` does; `report.ok` tells whether all is whole now,
     `report.lost` which bytes of which tensors of which steps are not.
     """
-    providers: list[Any] = list(sources)
+    check_flags(dry_run=dry_run)
+    check_threads(threads)
+    timeout = check_seconds("timeout", timeout)
+    providers = _checked(sources)
     if state is not None:
+        check_mapping(state)
         providers.append(_State(store, state))
     return repair_store(store, sources=providers, dry_run=dry_run, timeout=timeout, threads=threads)
+
+
+def _checked(sources: Any) -> list[Any]:
+    if isinstance(sources, Iterable) and not isinstance(sources, (str, bytes)):
+        found = list(cast("Iterable[Any]", sources))
+        if all(isinstance(one, (Store, str, os.PathLike)) for one in found):
+            return found
+    raise InvalidInputError(
+        f"sources must be a sequence of stores, got {sources!r}",
+        option="sources",
+        hint="write sources=[one]",
+    )
 
 
 class _State:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from deltackpt_store.errors import DeltackptError, InvalidInputError
+from deltackpt_store.errors import DeltackptError
 from deltackpt_store.leases import Hold
 from deltackpt_store.manifest import Commit
 from deltackpt_store.store import Store
@@ -20,6 +20,7 @@ from .choosing import Skipped, held_candidates, named_step, nothing_verifies
 from .host_memory import available_bytes
 from .into import Plan
 from .keys import KeyMap, check_key_map
+from .options import check_flags, check_mapping, check_threads
 from .reading import Step, is_damage, matcher, patterns
 from .stream import Goal, stream
 from .targets import Mismatch
@@ -170,13 +171,11 @@ def restore_and_hold(
     began = time.perf_counter()
     check_mode()
     store = store if isinstance(store, Store) else Store.open(store)
-    if not isinstance(state, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance] -- users' input
-        raise InvalidInputError(
-            f"state must be a mapping such as {{'model': model}}, not a {type(state).__name__}",
-            option="state",
-        )
+    check_mapping(state)
     run, step = named_step(store, run, step)
     check_key_map(key_map)
+    check_flags(strict=strict, low_memory=low_memory, rng=rng)
+    check_threads(threads)
     only = None if only is None else patterns(only)
     job = _Job(state, strict, only, key_map, low_memory, rng, threads)
     skipped: list[Skipped] = []

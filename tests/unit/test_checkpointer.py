@@ -42,8 +42,10 @@ import deltackpt.detect as detect_module
 import deltackpt.stage as stage_module
 from deltackpt import events, lifecycle, pipeline
 from deltackpt.checkpointer import Checkpointer
+from deltackpt.load import load
 from deltackpt.pipeline import SavePipeline
 from deltackpt.policy import Keep
+from deltackpt.restore import restore_into
 from deltackpt.stage import Packer
 
 
@@ -1007,6 +1009,28 @@ def test_bad_options_are_refused_when_opened(path: Path) -> None:
         with pytest.raises(InvalidInputError, match="save_on"):
             Checkpointer(path, {"x": torch.zeros(1)}, save_on=[number])
     assert not path.exists()
+
+
+def test_options_of_a_call_are_checked_before_it_does_anything(path: Path, opened: Opener) -> None:
+    """Prevents: a word in the place of a flag that ends the writer, or that means its opposite."""
+    # case 26
+    wrong: dict[str, Any]
+    state = {"x": torch.zeros(5000)}
+    with opened(state, final=False) as ckpt:
+        ckpt.save(0).result(60)
+        for wrong in ({"overwrite": 1}, {"overwrite": "no"}):
+            with pytest.raises(InvalidInputError, match="overwrite"):
+                ckpt.save(1, **wrong)
+        for wrong in ({"strict": None}, {"low_memory": "no"}):
+            with pytest.raises(InvalidInputError, match=next(iter(wrong))):
+                ckpt.restore(**wrong)
+        assert ckpt.save(1).result(60).step == 1
+    for wrong in ({"rng": 0}, {"threads": 0}, {"threads": "2"}):
+        with pytest.raises(InvalidInputError, match=next(iter(wrong))):
+            restore_into(path, state, **wrong)
+    for threads in (0, True, 1.5):
+        with pytest.raises(InvalidInputError, match="threads"):
+            load(path, threads=threads)
 
 
 def test_retention_follows_each_commit_and_says_so(path: Path, opened: Opener) -> None:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
+from deltackpt_store.errors import InvalidInputError
 from deltackpt_store.pack import pack_path
 from deltackpt_store.store import Store
 from deltackpt_store.verify import verify
@@ -43,3 +46,15 @@ def test_lost_chunks_come_from_the_live_state(tmp_path: Path) -> None:
     for key, value in before["model"].items():
         assert torch.equal(restored["model"][key], value)
     assert {h.step for f in verify(Store.open(path)).findings for h in f.hits} == {1}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"sources": "copy"}, {"sources": [5]}, {"sources": None}, {"state": 5}, {"timeout": "x"},
+     {"threads": 0}, {"dry_run": "no"}],
+)  # fmt: skip
+def test_wrong_options_are_refused_by_name(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    with deltackpt.Checkpointer(tmp_path / "store", {"x": torch.zeros(1)}, writer="thread") as ckpt:
+        ckpt.save(0)
+    with pytest.raises(InvalidInputError, match=next(iter(wrong))):
+        deltackpt.repair(tmp_path / "store", **wrong)
