@@ -16,8 +16,8 @@ from deltackpt_store.manifest import Commit
 from deltackpt_tools.advice import Advice, advise, daly, from_commits, waste, young
 from deltackpt_tools.base_interval import base_interval
 from deltackpt_tools.cli import cli
-from deltackpt_tools.command_advise import percent
-from deltackpt_tools.durations import parse_duration, parse_share
+from deltackpt_tools.output import small_percent
+from deltackpt_tools.quantities import parse_duration, parse_share
 from small_store import SmallStore, pattern
 
 
@@ -191,4 +191,4 @@ def test_the_base_interval_is_the_one_that_costs_least() -> None:
 def test_shares_are_printed_without_powers_of_ten() -> None:
     shares = (None, 0.000042, 0.123, 0.9951, 1.124, 20.0)
     printed = ["-", "0.0042 %", "12 %", "100 %", "112 %", "2000 %"]
-    assert [percent(share) for share in shares] == printed
+    assert [small_percent(share) for share in shares] == printed

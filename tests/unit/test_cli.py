@@ -485,7 +485,7 @@ def test_verify_within_a_budget(store: Fixture) -> None:
     check_schema(document, SCHEMAS["verify"], "verify")
     assert document["coverage"]["window"] == 7200
     assert document["coverage"]["window_bytes"] == document["coverage"]["total_bytes"]
-    for wrong in ("soon", "10 apples", "-3s", ""):
+    for wrong in ("soon", "10 apples", "-3s", "", "9" * 400 + "TB"):
         assert run("verify", store.path, "--budget", wrong).exit_code == 2
     assert run("verify", store.path, "--budget", "1s", "--level", "restore").exit_code == 2
 

@@ -15,7 +15,7 @@ from deltackpt_store.retention import Keep, apply
 from deltackpt_store.store import Store
 from deltackpt_tools import command_compact
 from deltackpt_tools.cli import cli
-from deltackpt_tools.rates import parse_rate
+from deltackpt_tools.quantities import parse_rate
 
 WORDS = ["a", "b", "c"]
 

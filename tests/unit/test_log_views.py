@@ -12,8 +12,9 @@ import pytest
 from click.testing import CliRunner
 from deltackpt_tools.cli import cli
 from deltackpt_tools.history_graph import graph
-from deltackpt_tools.history_stat import codec_shares, durable_seconds, seconds
+from deltackpt_tools.history_stat import codec_shares, durable_seconds
 from deltackpt_tools.logbook import LoggedStep, Parent, log
+from deltackpt_tools.output import seconds
 from small_store import SmallStore, pattern
 
 

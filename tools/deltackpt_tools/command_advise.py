@@ -5,18 +5,19 @@ from __future__ import annotations
 import click
 
 from deltackpt_tools.advice import Advice, advise
-from deltackpt_tools.durations import DURATION, SHARE
-from deltackpt_tools.history_stat import seconds
 from deltackpt_tools.output import (
     counted,
     document,
     json_option,
+    seconds,
     size,
+    small_percent,
     store_argument,
     table,
     write_json,
 )
 from deltackpt_tools.progress import Progress
+from deltackpt_tools.quantities import DURATION, SHARE
 
 _BOUND = {
     "failures": "smallest expected loss (Daly 2006)",
@@ -33,13 +34,6 @@ def _every(steps: int | None, interval: float | None) -> str:
 
 def _yes(keeps_up: bool | None, yes: str, no: str) -> str:
     return "not known from these commits" if keeps_up is None else yes if keeps_up else no
-
-
-def percent(share: float | None) -> str:
-    """Two digits that count, or all before the point: ``0.0042 %``, ``112 %``."""
-    if share is None:
-        return "-"
-    return f"{share * 100:.2g} %" if share < 0.995 else f"{share * 100:.0f} %"
 
 
 def _lines(advice: Advice) -> list[str]:
@@ -66,7 +60,7 @@ def _lines(advice: Advice) -> list[str]:
             "-" if advice.lost is None else seconds(advice.lost),
             seconds(advice.best_lost),
         ],
-        ["time wasted", percent(advice.waste), percent(advice.best_waste)],
+        ["time wasted", small_percent(advice.waste), small_percent(advice.best_waste)],
     ]
     busy = "" if advice.writer_busy is None else f", busy {advice.writer_busy:.0%} of the time"
     speed = "" if advice.write_speed is None else f", writes {size(advice.write_speed)}/s"

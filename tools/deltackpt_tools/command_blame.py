@@ -7,12 +7,12 @@ from collections import Counter
 import click
 
 from deltackpt_tools.blaming import Blame, TensorBlame, blame
-from deltackpt_tools.command_diff import percent
 from deltackpt_tools.exits import Exit
 from deltackpt_tools.output import (
     counted,
     document,
     json_option,
+    percent,
     safe,
     size,
     store_argument,

@@ -11,7 +11,6 @@ from deltackpt_store.errors import ConflictError, StorageError
 from deltackpt_store.settling import ACK_SECONDS
 
 from deltackpt_tools.cli import report_error
-from deltackpt_tools.durations import DURATION, Seconds
 from deltackpt_tools.exits import exit_code
 from deltackpt_tools.output import (
     counted,
@@ -23,7 +22,7 @@ from deltackpt_tools.output import (
     write_json,
 )
 from deltackpt_tools.progress import Progress
-from deltackpt_tools.rates import RATE
+from deltackpt_tools.quantities import DURATION, RATE, Seconds
 from deltackpt_tools.stores import open_store
 
 

@@ -16,7 +16,9 @@ from deltackpt_tools.numeric import needs_package
 from deltackpt_tools.output import (
     counted,
     document,
+    figure,
     json_option,
+    percent,
     safe,
     size,
     store_argument,
@@ -27,20 +29,6 @@ from deltackpt_tools.parameters import labelled
 from deltackpt_tools.progress import Progress
 
 _RENAMES_SHOWN = 3  # of one kind
-
-
-def percent(share: float) -> str:
-    """``0 %``, ``0.03 %``, ``12.5 %``, ``100 %``: never 0 for what is not, nor 100."""
-    if share <= 0 or share >= 1:
-        return "0 %" if share <= 0 else "100 %"
-    value = share * 100
-    if value < 0.01:
-        return "<0.01 %"
-    return f"{min(value, 99.99):.2f} %" if value < 1 or value > 99 else f"{value:.1f} %"
-
-
-def figure(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3g}"
 
 
 def _kind(change: TensorChange) -> str:

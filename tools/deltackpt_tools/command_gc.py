@@ -7,7 +7,6 @@ from typing import Any
 import click
 from deltackpt_store.gc import ACK_SECONDS, GcReport, collect
 
-from deltackpt_tools.durations import Seconds
 from deltackpt_tools.output import (
     counted,
     document,
@@ -18,6 +17,7 @@ from deltackpt_tools.output import (
     write_json,
 )
 from deltackpt_tools.progress import Progress
+from deltackpt_tools.quantities import Seconds
 from deltackpt_tools.stores import open_store
 
 _SHOWN = 20  # names listed of each kind in text

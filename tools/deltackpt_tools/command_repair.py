@@ -8,7 +8,6 @@ import click
 from deltackpt_store.repair import LostStep, RepairReport, repair
 from deltackpt_store.settling import ACK_SECONDS
 
-from deltackpt_tools.durations import Seconds
 from deltackpt_tools.exits import Exit
 from deltackpt_tools.output import (
     counted,
@@ -19,6 +18,7 @@ from deltackpt_tools.output import (
     write_json,
 )
 from deltackpt_tools.progress import Progress
+from deltackpt_tools.quantities import Seconds
 from deltackpt_tools.stores import quiet_logs
 
 _SHOWN = 20  # things listed of each kind in text

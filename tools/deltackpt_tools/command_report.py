@@ -7,11 +7,11 @@ import os
 import click
 from deltackpt_store.errors import NotFoundError, StorageError
 
-from deltackpt_tools.durations import DURATION
 from deltackpt_tools.exits import Exit
 from deltackpt_tools.output import counted, document, json_option, size, store_argument, write_json
 from deltackpt_tools.progress import Progress
 from deltackpt_tools.publish import check_target, published
+from deltackpt_tools.quantities import DURATION
 from deltackpt_tools.reporting import MTBF, Report, report
 
 

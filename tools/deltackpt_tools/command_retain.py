@@ -9,8 +9,8 @@ from deltackpt_store.errors import InvalidInputError
 from deltackpt_store.retention import Best, Keep, RetentionPlan, apply
 from deltackpt_store.store import Store
 
-from deltackpt_tools.durations import DURATION
 from deltackpt_tools.output import counted, document, json_option, store_argument, table, write_json
+from deltackpt_tools.quantities import DURATION
 from deltackpt_tools.stores import open_store
 
 

@@ -9,7 +9,6 @@ import msgspec
 from deltackpt_store.budgeted import WINDOW, Budget, Coverage
 from deltackpt_store.verify import Finding, Hit, Level, VerifyReport, verify
 
-from deltackpt_tools.durations import DURATION, parse_duration, parse_size
 from deltackpt_tools.exits import Exit
 from deltackpt_tools.output import (
     counted,
@@ -23,6 +22,7 @@ from deltackpt_tools.output import (
     write_json,
 )
 from deltackpt_tools.progress import Progress
+from deltackpt_tools.quantities import DURATION, parse_duration, parse_size
 from deltackpt_tools.stores import open_store
 
 _LEFT = ("pack", "chunk")  # kinds of notes on what collection left behind

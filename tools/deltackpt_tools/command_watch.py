@@ -8,8 +8,6 @@ from collections.abc import Iterator
 
 import click
 
-from deltackpt_tools.durations import Seconds
-from deltackpt_tools.history_stat import seconds
 from deltackpt_tools.named import StoreLike
 from deltackpt_tools.output import (
     counted,
@@ -17,11 +15,13 @@ from deltackpt_tools.output import (
     json_option,
     moment,
     safe,
+    seconds,
     size,
     store_argument,
     table,
     write_json,
 )
+from deltackpt_tools.quantities import Seconds
 from deltackpt_tools.watching import StoreState, await_store, look, watch
 
 _CLEAR = "\x1b[H\x1b[J"

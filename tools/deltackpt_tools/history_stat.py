@@ -3,23 +3,12 @@
 from __future__ import annotations
 
 from deltackpt_tools.logbook import LoggedStep, RunLog, note
-from deltackpt_tools.output import safe, size, table
+from deltackpt_tools.output import safe, seconds, size, table
 
 HEAD = [
     "step", "state", "changed", "staged", "new", "dedup", "codecs", "stall", "staged in",
     "durable in", "metrics", "note",
 ]  # fmt: skip
-
-
-def seconds(value: float | None) -> str:
-    """A duration for people: ``12 ms``, ``1.25 s``, ``3.1 min``."""
-    if value is None:
-        return "-"
-    if value < 1:
-        return f"{value * 1000:.0f} ms"
-    if value < 100:
-        return f"{value:.2f} s"
-    return f"{value / 60:.1f} min" if value < 6000 else f"{value / 3600:.1f} h"
 
 
 def durable_seconds(stats: dict[str, float]) -> float | None:

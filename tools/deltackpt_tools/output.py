@@ -110,6 +110,38 @@ def span(seconds: float) -> str:
     return f"{seconds / 86400:.0f} days"
 
 
+def seconds(value: float | None) -> str:
+    """What something took, for people: ``12 ms``, ``1.25 s``, ``3.1 min``."""
+    if value is None:
+        return "-"
+    if value < 1:
+        return f"{value * 1000:.0f} ms"
+    if value < 100:
+        return f"{value:.2f} s"
+    return f"{value / 60:.1f} min" if value < 6000 else f"{value / 3600:.1f} h"
+
+
+def percent(share: float) -> str:
+    """``0 %``, ``0.03 %``, ``12.5 %``, ``100 %``: never 0 for what is not, nor 100."""
+    if share <= 0 or share >= 1:
+        return "0 %" if share <= 0 else "100 %"
+    value = share * 100
+    if value < 0.01:
+        return "<0.01 %"
+    return f"{min(value, 99.99):.2f} %" if value < 1 or value > 99 else f"{value:.1f} %"
+
+
+def small_percent(share: float | None) -> str:
+    """Two digits that count, or all before the point: ``0.0042 %``, ``112 %``."""
+    if share is None:
+        return "-"
+    return f"{share * 100:.2g} %" if share < 0.995 else f"{share * 100:.0f} %"
+
+
+def figure(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3g}"
+
+
 def counted(count: int, noun: str) -> str:
     """``1 step``, ``2 steps``."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

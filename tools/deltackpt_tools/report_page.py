@@ -7,19 +7,25 @@ without a script, to a screen reader and on paper.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any
 
 import numpy as np
 
-from deltackpt_tools.command_advise import percent as small_percent
-from deltackpt_tools.command_diff import figure, percent
-from deltackpt_tools.history_stat import seconds
-from deltackpt_tools.output import counted, moment, size
+from deltackpt_tools.output import (
+    counted,
+    figure,
+    moment,
+    percent,
+    seconds,
+    size,
+    small_percent,
+)
 from deltackpt_tools.parameters import labelled
 from deltackpt_tools.report_charts import cumulated, heat, line
 from deltackpt_tools.report_tables import Cell, Column, details, table, text, tiles
-from deltackpt_tools.reporting import Health, Report
+from deltackpt_tools.store_health import Health
 from deltackpt_tools.survey import RunSurvey, SavePoint
 
 _METRICS = 8  # charts of metrics, at most
@@ -30,12 +36,12 @@ _CADENCE = {
 }
 
 
-def page(report: Report) -> str:
-    """The whole document."""
+def page(store: str, made: float, runs: Sequence[RunSurvey], health: Health) -> str:
+    """The whole document about the store at that path, as it was at the time `made`."""
     data: dict[str, Any] = {}
-    body = [_header(report), _health(report.health)]
-    body += [_run(f"r{number}", survey, data) for number, survey in enumerate(report.runs)]
-    if not report.runs:
+    body = [_header(store, made, runs), _health(health)]
+    body += [_run(f"r{number}", survey, data) for number, survey in enumerate(runs)]
+    if not runs:
         body.append('<p class="empty">No run has been saved yet.</p>')
     assets = files("deltackpt_tools") / "assets"
     style = (assets / "report.css").read_text()
@@ -45,7 +51,7 @@ def page(report: Report) -> str:
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         '<link rel="icon" href="data:,">'
-        f"<title>{text(_name(report.store))}: deltackpt report</title>\n<style>\n{style}</style>"
+        f"<title>{text(_name(store))}: deltackpt report</title>\n<style>\n{style}</style>"
         '</head>\n<body><div class="page">\n'
         + "\n".join(body)
         + "\n<footer>Made by deltackpt report. A chunk is the smallest piece that is stored; shares"
@@ -61,15 +67,15 @@ def _name(path: str) -> str:
     return path.rstrip("/").rpartition("/")[2]
 
 
-def _header(report: Report) -> str:
+def _header(store: str, made: float, runs: Sequence[RunSurvey]) -> str:
     links = ['<a href="#health">Health</a>']
     links += [
         f'<a href="#r{i}">Run {text(one.run)}</a> ({counted(len(one.saves), "save")})'
-        for i, one in enumerate(report.runs)
+        for i, one in enumerate(runs)
     ]
     return (
-        f"<header><h1>{text(_name(report.store))}</h1>"
-        f"<p>{text(report.store)}, as of {moment(report.made)}</p>"
+        f"<header><h1>{text(_name(store))}</h1>"
+        f"<p>{text(store)}, as of {moment(made)}</p>"
         '<button type="button" class="plain" id="theme">Theme: auto</button></header>'
         f"<nav>{''.join(f'<span>{link}</span>' for link in links)}</nav>"
     )

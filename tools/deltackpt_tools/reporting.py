@@ -15,39 +15,14 @@ from numpy.typing import NDArray
 
 from deltackpt_tools.advice import Advice, from_commits, measure_restore
 from deltackpt_tools.base_interval import base_interval
-from deltackpt_tools.frames import as_dict, frame
+from deltackpt_tools.frames import frame
 from deltackpt_tools.named import StoreLike, as_store
+from deltackpt_tools.store_health import Health, health_of
 from deltackpt_tools.survey import RunSurvey, RunWalk, Shares, save_points
-from deltackpt_tools.usage import Catalogue, all_commits, chunk_keys, joined, measure_files
+from deltackpt_tools.usage import all_commits, chunk_keys, joined
 
 Progress = Callable[[int, int | None], None]
 MTBF = 6 * 3600.0
-
-
-@dataclass(frozen=True, slots=True)
-class Health:
-    """The state of the store as a whole. Sizes in bytes."""
-
-    total_bytes: int
-    packs: int
-    pack_bytes: int
-    manifest_bytes: int
-    referenced_bytes: int
-    unreferenced_bytes: int
-    duplicate_bytes: int
-    overhead_bytes: int
-    commits: int
-    retired: int
-    """Steps that retention has taken off the list and collection has not removed yet."""
-    pins: tuple[str, ...]
-    verified: str | None
-    """Level at which the store was verified now; None when it was not."""
-    findings: tuple[tuple[str, str, str], ...]
-    """Damage: (kind, name, reason)."""
-    unreadable: tuple[tuple[str, str], ...]
-
-    def to_dict(self) -> dict[str, Any]:
-        return as_dict(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +53,7 @@ class Report:
         """The page: one document that needs nothing else."""
         from deltackpt_tools.report_page import page
 
-        return page(self)
+        return page(self.store, self.made, self.runs, self.health)
 
     def heatmap_png(self, run: str | None = None) -> bytes:
         """The heat-map of `run` (default: the first) as a PNG file."""
@@ -128,7 +103,7 @@ def report(
         walked = {commit.number for commit in lines.get(name, ())}
         keys += _others(where, [c for c in of_run if c.number not in walked], unreadable, advance)
     surveys.sort(key=lambda survey: (-len(survey.saves), survey.run))
-    health = _health(where, keys, total, verify, run, unreadable)
+    health = health_of(where, keys, total, verify, run, unreadable)
     return Report(where.path, time.time(), tuple(surveys), health)
 
 
@@ -234,53 +209,3 @@ def _others(
         mine = [chunk_keys(ids) for ids in snapshot.chunks.values()]
         keys.append(np.unique(joined(mine, np.uint64)))
     return keys
-
-
-def _health(
-    store: Store,
-    keys: list[NDArray[np.uint64]],
-    commits: int,
-    level: str | None,
-    run: str | None,
-    unreadable: list[tuple[str, str]],
-) -> Health:
-    catalogue = Catalogue(store)
-    places, known = catalogue.find(np.unique(joined(keys, np.uint64)))
-    reached = catalogue.closure(places[known])
-    distinct = int(catalogue.stored.sum())
-    referenced = int(catalogue.stored[reached].sum())
-    files, _ = measure_files(store)  # `du` tells what could not be measured
-    findings: list[tuple[str, str, str]] = []
-    if level is not None:
-        from typing import cast
-
-        from deltackpt_store.verify import Level, verify
-
-        checked = verify(store, level=cast("Level", level), run=run)
-        findings = [(one.kind, one.name, one.reason) for one in checked.findings]
-    return Health(
-        total_bytes=files.total,
-        packs=files.count.get("packs", 0),
-        pack_bytes=files.bytes.get("packs", 0),
-        manifest_bytes=files.bytes.get("manifests", 0),
-        referenced_bytes=referenced,
-        unreferenced_bytes=distinct - referenced,
-        duplicate_bytes=catalogue.all_stored - distinct,
-        overhead_bytes=files.bytes.get("packs", 0) - catalogue.all_stored,
-        commits=commits,
-        retired=_retired(store),
-        pins=tuple(sorted(store.pins())),
-        verified=level,
-        findings=tuple(findings),
-        unreadable=tuple(unreadable),
-    )
-
-
-def _retired(store: Store) -> int:
-    from deltackpt_store.names import RETIRED_SUFFIX
-
-    count = 0
-    for run in store.runs():
-        names = store.io.list(f"{store.path}/runs/{run}")
-        count += sum(1 for name in names if name.endswith(RETIRED_SUFFIX))
-    return count

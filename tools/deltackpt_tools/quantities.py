@@ -1,7 +1,8 @@
-"""Durations, sizes and shares as people type them: ``6h``, ``1h30m``, ``20GB``, ``2%``."""
+"""Durations, sizes, rates and shares as people type them: ``6h``, ``20GB``, ``50MB/s``, ``2%``."""
 
 from __future__ import annotations
 
+import math
 import re
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +39,25 @@ def parse_size(text: str) -> int | None:
     match = _SIZE.match(text.strip())
     if match is None:
         return None
-    return int(float(match[1]) * (1024 if match[3] else 1000) ** _POWERS[match[2]])
+    size = float(match[1]) * (1024 if match[3] else 1000) ** _POWERS[match[2]]
+    return int(size) if math.isfinite(size) else None
+
+
+_RATE_UNITS = {
+    "": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
+    "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12,
+    "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
+}  # fmt: skip
+_RATE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*(?:/\s*s)?\s*\Z")
+
+
+def parse_rate(text: str) -> float:
+    """Bytes per second; ``/s`` may be left out. ValueError for anything else, and for zero."""
+    match = _RATE.match(text)
+    unit = _RATE_UNITS.get(match[2].lower()) if match else None
+    if match is None or unit is None or float(match[1]) <= 0:
+        raise ValueError(f"{text!r} is no rate: write for example 50MB/s or 200MiB/s")
+    return float(match[1]) * unit
 
 
 def parse_share(text: str) -> float:
@@ -90,3 +109,4 @@ class Seconds(click.FloatRange):
 
 DURATION = _Parsed("duration", parse_duration)
 SHARE = _Parsed("share", parse_share)
+RATE = _Parsed("rate", parse_rate)
