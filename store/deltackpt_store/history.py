@@ -29,7 +29,7 @@ from deltackpt_store.names import (
     parse_step_name,
 )
 from deltackpt_store.pins import PinFiles
-from deltackpt_store.records import Damaged, some_of
+from deltackpt_store.records import Damaged, some_of, unfindable
 
 _log = logging.getLogger("deltackpt.store")
 
@@ -317,22 +317,27 @@ class History(PinFiles):
         self, run: str, number: int, found: Commits, digest: bytes | None = None
     ) -> Commit | None:
         """Append commit `number` to `found`, or to its damaged ones; gone ones are passed over."""
+        path = f"runs/{run}/{number_name(number)}"
         try:
             commit = self.read_commit(run, number)
             if digest is not None and commit.digest != digest:
                 raise CorruptionError(
                     f"commit {number} of run {run!r} is not the one that its successor continues",
                     kind="damaged-commit",
-                    path=f"runs/{run}/{number_name(number)}",
+                    path=path,
                 )
         except NotFoundError:
-            return None
-        except (CorruptionError, UnsupportedFormatError) as error:
-            _log.warning("%s", error)
-            found.damaged.append(Damaged(f"runs/{run}/{number_name(number)}", error))
-            return None
-        found.append(commit)
-        return commit
+            if number_name(number) not in (self._list(f"runs/{run}") or []):
+                return None
+            error = unfindable("commit", path, _WAY_OUT)
+        except (CorruptionError, UnsupportedFormatError) as bad:
+            error = bad
+        else:
+            found.append(commit)
+            return commit
+        _log.warning("%s", error)
+        found.damaged.append(Damaged(path, error))
+        return None
 
     def _nothing(self, run: str, found: Commits) -> DeltackptError:
         if found.damaged:

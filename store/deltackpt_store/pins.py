@@ -28,7 +28,7 @@ from deltackpt_store.names import (
     number_name,
 )
 from deltackpt_store.oserror import storage_error, sync_directory
-from deltackpt_store.records import Damaged, RecordFiles, some_of
+from deltackpt_store.records import Damaged, RecordFiles, some_of, unfindable
 
 _log = logging.getLogger("deltackpt.store")
 
@@ -65,10 +65,9 @@ class PinFiles(RecordFiles):
             except NotFoundError:
                 if name not in (self._list("pins") or []):
                     continue  # removed in the meantime
-                error = CorruptionError(
-                    f"pin pins/{name} is listed and cannot be found",
-                    kind="damaged-pin", path=f"pins/{name}",
-                    hint="run `deltackpt repair --from` a copy, or `deltackpt unpin` gives it up",
+                error = unfindable(
+                    "pin", f"pins/{name}",
+                    "run `deltackpt repair --from` a copy, or `deltackpt unpin` gives it up",
                 )  # fmt: skip
             except (CorruptionError, UnsupportedFormatError) as bad:
                 error = bad

@@ -53,6 +53,15 @@ class RecordFiles:
             raise storage_error(error, f"read the {what}", path) from error
 
 
+def unfindable(what: str, path: str, hint: str) -> CorruptionError:
+    """The error for a file that is listed, also afterwards, and cannot be found: a link that leads
+    nowhere, a stale directory of a network file system."""
+    return CorruptionError(
+        f"{what} {path} is listed and cannot be found",
+        kind=f"damaged-{what}", path=path, hint=hint,
+    )  # fmt: skip
+
+
 def some_of(names: list[str]) -> str:
     """A few of the names, for an error that tells what exists."""
     shown = ", ".join(names[:8])

@@ -11,11 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from deltackpt_store.errors import CorruptionError, NotFoundError
+from deltackpt_store.errors import NotFoundError
 from deltackpt_store.leases import held_commits
 from deltackpt_store.manifest import Commit
 from deltackpt_store.names import RETIRED_SUFFIX, number_name, parse_number
 from deltackpt_store.oserror import storage_error
+from deltackpt_store.records import unfindable
 from deltackpt_store.store import Store
 
 _REPAIR = "run `deltackpt verify`, and `deltackpt repair` before garbage is collected"
@@ -99,11 +100,7 @@ def _strict(store: Store, run: str, number: int, listed: Callable[[], bool]) -> 
     except NotFoundError:
         if not listed():
             return None
-        name = f"runs/{run}/{number_name(number)}"
-        raise CorruptionError(
-            f"commit {name} is listed and cannot be found",
-            kind="damaged-commit", hint=_REPAIR, path=name,
-        ) from None  # fmt: skip
+        raise unfindable("commit", f"runs/{run}/{number_name(number)}", _REPAIR) from None
 
 
 def _list(store: Store, path: str) -> list[str]:

@@ -269,7 +269,7 @@ def test_commit_that_disappears_while_listing(small: SmallStore) -> None:
     class Vanishing(FileIO):
         def open(self, path: str) -> int:
             if path.endswith(number_name(2)):
-                raise FileNotFoundError(errno.ENOENT, "gone", path)
+                os.unlink(path)
             return super().open(path)
 
     commits = Store.open(small.path, io=Vanishing()).commits("main")

@@ -600,6 +600,21 @@ def test_damaged_commits_and_pins(small: SmallStore) -> None:
     assert report.findings[0].hits[0].step == -1
 
 
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_a_listed_commit_that_cannot_be_found_is_damage(small: SmallStore, number: int) -> None:
+    """Prevents: a link that leads nowhere in the place of a commit (a backup that is not mounted)
+    hides a step from verify and log, while gc refuses because of it."""
+    three_steps(small)
+    path = f"runs/main/{number_name(number)}"
+    os.rename(Path(small.path, path), Path(small.path, "away"))
+    Path(small.path, path).symlink_to("nowhere")
+    finding = only(verify(small.store))
+    assert (finding.kind, finding.name) == ("commit", path)
+    assert finding.reason == f"commit {path} is listed and cannot be found"
+    assert [hit.number for hit in finding.hits] == [number]
+    assert [damaged.path for damaged in small.store.commits("main").damaged] == [path]
+
+
 def test_a_commit_with_a_foreign_manifest(small: SmallStore) -> None:
     """A commit that names the manifest of another step is damage, although both are well-formed."""
     commits = three_steps(small)
