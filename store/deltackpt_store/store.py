@@ -20,6 +20,7 @@ from deltackpt_store.errors import (
     DeltackptError,
     InvalidInputError,
     NotFoundError,
+    StorageError,
     UnsupportedFormatError,
 )
 from deltackpt_store.fileio import (
@@ -128,6 +129,8 @@ class Store(History):
         _check_mode(mode)
         try:
             return cls(where, io, _create(io, where, exist_ok, mode))
+        except StorageError:
+            raise  # it says itself what cannot be done, and what to do
         except OSError as error:
             if isinstance(error, DeltackptError):
                 raise

@@ -144,8 +144,9 @@ def test_no_store_is_made_where_none_can_be(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(FileIO, "link", Weak("links").link)
-    with pytest.raises(StorageError, match="exclusive link does not work"):
+    with pytest.raises(StorageError, match="exclusive link does not work") as caught:
         Store.create(tmp_path / "store")
+    assert caught.value.kind == "location"
     assert not (tmp_path / "store/FORMAT").exists()
     monkeypatch.undo()
     Store.create(tmp_path / "store")  # what was left of the attempt is no hindrance

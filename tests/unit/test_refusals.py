@@ -22,7 +22,7 @@ from deltackpt_store.gc import collect
 from deltackpt_store.lmdb_index import open_index
 from deltackpt_store.oserror import storage_error
 from deltackpt_store.store import Store
-from deltackpt_tools.cli import cli
+from deltackpt_tools.cli import COMMANDS, cli
 from small_store import SmallStore, pattern
 
 
@@ -146,6 +146,35 @@ def test_an_output_that_cannot_be_written_is_named(
     assert error["message"] == f"cannot write {target}: No space left on device"
     assert "free some space" in error["hint"]
     assert [path.name for path in tmp_path.iterdir()] == ["store"]
+
+
+@pytest.mark.parametrize("command", sorted(COMMANDS.keys() - {"probe"}))
+def test_a_store_that_may_not_be_read_is_no_wrong_usage(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    """Prevents: exit code 2, no document and no way out where the file system refuses."""
+    more = {
+        "advise": ["--mtbf", "6h"],
+        "blame": ["w"],
+        "export": ["main", f"{tmp_path}/w.pt"],
+        "pin": ["best", "main"],
+        "report": ["-o", f"{tmp_path}/r.html"],
+        "retain": ["main", "--last", "1"],
+        "unpin": ["best"],
+        "watch": ["--once"],
+    }
+
+    def refuse(*arguments: Any, **options: Any) -> Any:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), arguments[-1])
+
+    monkeypatch.setattr(os, "access", lambda *arguments, **options: False)
+    for call in ("open", "list"):
+        monkeypatch.setattr(FileIO, call, refuse)
+    result = run(command, store.path, *more.get(command, []), "--json")
+    assert result.exit_code == 14
+    error = json.loads(result.stdout)["error"]
+    assert f"{store.path}/FORMAT: Permission denied" in error["message"]
+    assert error["hint"] == "check the owner and the permissions of that path"
 
 
 @pytest.mark.parametrize("command", ["report", "export"])

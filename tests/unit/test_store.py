@@ -115,8 +115,9 @@ def test_not_a_store(tmp_path: Path, what: str) -> None:
 def test_a_path_that_leads_in_a_circle_is_not_a_damaged_store(tmp_path: Path) -> None:
     (tmp_path / "loop").symlink_to("loop")
     for call in (Store.open, Store.create):
-        with pytest.raises(StorageError, match="symbolic link"):
+        with pytest.raises(StorageError, match="symbolic link") as caught:
             call(tmp_path / "loop")
+        assert str(caught.value).count("in place of the symbolic link") == 1
 
 
 @pytest.mark.parametrize("path", ["", "a\0b"])

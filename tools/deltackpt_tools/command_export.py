@@ -13,6 +13,7 @@ from deltackpt_tools.exits import Exit
 from deltackpt_tools.export_safetensors import Exported, export_safetensors
 from deltackpt_tools.export_torch import export_torch
 from deltackpt_tools.output import (
+    PATH,
     counted,
     document,
     json_option,
@@ -91,7 +92,7 @@ def _kind(output: str) -> str:
 @click.command("export")
 @store_argument
 @click.argument("step")
-@click.argument("output", type=click.Path(path_type=str))
+@click.argument("output", type=PATH)
 @click.option(
     "--format",
     "kind",

@@ -12,7 +12,7 @@ from deltackpt_store.location import Primitive, probe
 from deltackpt_store.oserror import storage_error
 
 from deltackpt_tools.exits import Exit
-from deltackpt_tools.output import document, json_option, safe, table, write_json
+from deltackpt_tools.output import PATH, document, json_option, safe, table, write_json
 
 
 def _lines(path: str, place: str, found: list[Primitive]) -> list[str]:
@@ -69,7 +69,7 @@ def _place(path: str) -> str:
 
 
 @click.command("probe")
-@click.argument("path", metavar="PATH", type=click.Path(path_type=str))
+@click.argument("path", metavar="PATH", type=PATH)
 @json_option
 @click.pass_context
 def command(context: click.Context, path: str, as_json: bool) -> None:

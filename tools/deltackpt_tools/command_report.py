@@ -51,7 +51,7 @@ def _said(result: Report, output: str, written: int) -> list[str]:
 @click.option(
     "-o",
     "--output",
-    type=click.Path(path_type=str, dir_okay=False),
+    type=click.Path(path_type=str, dir_okay=False, readable=False),
     default="report.html",
     show_default=True,
     help="The page; an existing file is replaced.",

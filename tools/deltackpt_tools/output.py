@@ -19,6 +19,9 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 FORMAT_VERSION = 1
 
+PATH = click.Path(path_type=str, readable=False)
+"""A path as it was given: that it may not be read is told by whoever reads it (exit code 14)."""
+
 
 def _remember_json(context: click.Context, _: click.Parameter, value: bool) -> bool:
     context.meta["deltackpt.json"] = value
@@ -39,7 +42,7 @@ def json_option(function: _F) -> _F:
 
 def store_argument(function: _F) -> _F:
     """Adds the positional STORE (parameter `store_path`)."""
-    return click.argument("store_path", metavar="STORE", type=click.Path(path_type=str))(function)
+    return click.argument("store_path", metavar="STORE", type=PATH)(function)
 
 
 def document(command: str, **fields: Any) -> dict[str, Any]:
