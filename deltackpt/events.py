@@ -6,14 +6,15 @@ staging thread; `Committed`, `Compacted` and `Failed` on a thread of their own, 
 which fails while it is staged fails there; `StoreCompacted` and `CompactionFailed` on another
 one; `Skipped`, `Restored` and `Preempted` in the caller's.
 An observer should return quickly: what that thread does next waits for it; so it cannot save, wait
-or close, which is refused there. What an observer raises
-is logged and goes no further. `Restored` is what `Checkpointer.restore` returns.
+or close, which is refused there. What an observer raises is logged and goes no further, but for
+an exit or Ctrl-C in the main thread. `Restored` is what `Checkpointer.restore` returns.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import logging
+import threading
 from collections.abc import Iterable
 from typing import Protocol, runtime_checkable
 
@@ -140,7 +141,10 @@ class Observers:
         for observer in self._observers:
             try:
                 observer.on_event(event)
-            except Exception:
+            except BaseException as error:
+                main = threading.current_thread() is threading.main_thread()
+                if main and not isinstance(error, Exception):  # Ctrl-C, or an exit that works there
+                    raise
                 _log.exception(
                     "observer %s failed on %s", type(observer).__name__, type(event).__name__
                 )

@@ -278,12 +278,24 @@ class SavePipeline:
             ends.callback(self._actions.put, None)
             ends.callback(self._stager.close)
             ends.callback(self._link.close, self._options.durable_timeout)
-            while (task := self._next_task()) is not None:
-                if task.restored is not None:
-                    self._prepare_baseline(task, task.restored)
-                else:
-                    self._stage(task)
+            going_on = True
+            while going_on:
+                try:
+                    going_on = self._stage_next()
+                except Exception:  # as for lack of memory; what waits for this thread must not hang
+                    _log.exception("a save could not be staged")
             self.wait_idle()
+
+    def _stage_next(self) -> bool:
+        """Wait for a task and do it; False when there are to be no more."""
+        task = self._next_task()
+        if task is None:
+            return False
+        if task.restored is not None:
+            self._prepare_baseline(task, task.restored)
+        else:
+            self._stage(task)
+        return True
 
     def _next_task(self) -> Task | None:
         def first() -> Task | None:
@@ -400,26 +412,31 @@ class SavePipeline:
     def _finish_loop(self) -> None:
         in_background(self)
         while True:
-            deadlines = [task.deadline for task in tuple(self._tasks)]
-            timeout = None
-            if deadlines:
-                timeout = max(0.0, min(_TICK_SECONDS, min(deadlines) - self._now()))
-            begun = time.monotonic()
             try:
-                action = self._actions.get(timeout=timeout)
-            except queue.Empty:
-                action = self._give_up_overdue
-            if timeout is not None:
-                late = time.monotonic() - begun - timeout
-                self._stopped += late if late > _STOPPED_SECONDS else 0.0
-            if action is None:
-                break
-            try:
+                action = self._next_action()
+                if action is None:
+                    break
                 action()
             except Exception:
                 _log.exception("the end of a save could not be handled")
         self.hold(None)
         lifecycle.unregister(self)
+
+    def _next_action(self) -> Callable[[], None] | None:
+        """What there is to do next, for which this waits; None at the end."""
+        deadlines = [task.deadline for task in tuple(self._tasks)]
+        timeout = None
+        if deadlines:
+            timeout = max(0.0, min(_TICK_SECONDS, min(deadlines) - self._now()))
+        begun = time.monotonic()
+        try:
+            action = self._actions.get(timeout=timeout)
+        except queue.Empty:
+            action = self._give_up_overdue
+        if timeout is not None:
+            late = time.monotonic() - begun - timeout
+            self._stopped += late if late > _STOPPED_SECONDS else 0.0
+        return action
 
     def _give_up_overdue(self) -> None:
         for task in tuple(self._tasks):
@@ -457,14 +474,14 @@ class SavePipeline:
 
     def _give_up(self, task: Task) -> None:
         """End an overdue task, and the writer that does not get on with it."""
-        if task.progress.is_done:
-            return
-        if task.request is not None:
+        if task.request is not None and not task.progress.is_done:
             what = "durable" if task.progress.is_staged else "staged"
             seconds = self._options.durable_timeout
-            self._fail(task, timed_out(what, task.progress.step, seconds))
-            if task.client is not None:
-                self._link.end_stuck(task.client)
+            try:
+                self._fail(task, timed_out(what, task.progress.step, seconds))
+            finally:  # an observer may exit in the main thread, in which lock() gives a save up
+                if task.client is not None:
+                    self._link.end_stuck(task.client)
         self._end(task)
 
     def _fail(self, task: Task, error: DeltackptError) -> None:
@@ -474,14 +491,16 @@ class SavePipeline:
                 return
             self.failures.failed(task.progress, error)
             self._baselines.failed()
-        error.context.setdefault("step", task.progress.step)
-        error.context.setdefault("run", task.progress.run)
-        if is_torn(error):
-            self.restless.met(task.progress.step, error)
-        else:
-            _log.error("the save of step %d failed: %s", task.progress.step, error)
-        self._observers(events.Failed(task.progress.run, task.progress.step, error))
-        self._end(task)
+        try:
+            error.context.setdefault("step", task.progress.step)
+            error.context.setdefault("run", task.progress.run)
+            if is_torn(error):
+                self.restless.met(task.progress.step, error)
+            else:
+                _log.error("the save of step %d failed: %s", task.progress.step, error)
+            self._observers(events.Failed(task.progress.run, task.progress.step, error))
+        finally:
+            self._end(task)
 
     def _end(self, task: Task) -> None:
         task.progress.mark_unlocked()

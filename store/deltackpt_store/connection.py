@@ -113,7 +113,7 @@ class Connection:
             self._ended = True
             theirs.close()
             self._channel.close()
-            if not isinstance(error, RuntimeError):
+            if isinstance(error, WriterError) or not isinstance(error, RuntimeError):
                 raise
             raise _no_thread(error) from error
         self._theirs = None

@@ -8,6 +8,7 @@ again, and signals to the trainer's process group do not reach it.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import socket
@@ -25,6 +26,7 @@ from deltackpt_store.protocol import Channel
 from deltackpt_store.ring import Ring
 
 _TAIL_BYTES = 4000
+_SCARCE = "raise the limit on open files, processes or memory (ulimit -n, -u, -v)"
 
 
 class Running(Protocol):
@@ -80,8 +82,10 @@ class WriterProcess:
         except OSError as error:
             if self._stderr is not None:
                 self._stderr.close()
+            scarce = error.errno in (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM)
             raise WriterError(
-                f"cannot start the writer process: {error}", hint='use writer="thread"'
+                f"cannot start the writer process: {error}",
+                hint=_SCARCE if scarce else 'use writer="thread"',
             ) from error
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)

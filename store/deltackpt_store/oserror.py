@@ -17,6 +17,7 @@ _HINTS = {
     errno.EPERM: "check the owner and the permissions of that path",
     errno.EIO: "the disk or its connection fails: check the system log, and verify the store",
     errno.EMFILE: "too many open files in this process: raise `ulimit -n`",
+    errno.EFBIG: "larger than files may become there: raise `ulimit -f`, or use another disk",
     errno.ENOMEM: NO_MEMORY,
     errno.ENXIO: "something else lies in its place: move that away",
     errno.EISDIR: "something else lies in its place: move that away",

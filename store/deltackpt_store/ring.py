@@ -234,7 +234,8 @@ def _slots(ring_bytes: int, slot_bytes: int) -> int:
 
 def _no_ring(what: str, error: BaseException) -> StorageError:
     number = error.errno if isinstance(error, OSError) else None
-    hint = "raise `ulimit -n`" if number == errno.EMFILE else "choose a smaller ring_bytes"
+    ways = {errno.EMFILE: "raise `ulimit -n`", errno.EFBIG: "raise `ulimit -f`"}
+    hint = ways.get(number or 0, "choose a smaller ring_bytes")
     return StorageError(f"{what}: {error}", errno=number, hint=hint)
 
 

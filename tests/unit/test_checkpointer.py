@@ -520,6 +520,52 @@ def test_no_thread_for_saving_is_an_error_and_the_next_save_tries_again(
     assert steps(path) == [1]
 
 
+@pytest.mark.parametrize("place", ["_next_task", "_next_action"])
+def test_no_memory_between_saves_ends_no_thread(
+    path: Path, opened: Opener, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """Prevents: later saves that wait for ever for a thread which has ended."""
+    # case 58
+    real, met = getattr(SavePipeline, place), list[str]()
+
+    def fail_once(self: SavePipeline) -> Any:
+        if not met:
+            met.append(place)
+            raise MemoryError
+        return real(self)
+
+    ckpt = opened({"x": torch.zeros(5000)})
+    monkeypatch.setattr(SavePipeline, place, fail_once)
+    ckpt.save(1).result(60)
+    ckpt.close()
+    assert met
+    assert steps(path) == [1]
+
+
+def test_an_observer_that_exits_while_lock_gives_a_save_up(
+    path: Path, opened: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prevents: close() that waits for ever for a save which has ended."""
+
+    class Exit:
+        def on_event(self, event: events.Event, /) -> None:
+            if isinstance(event, events.Failed):
+                raise SystemExit(3)
+
+    gate = gate_staging(monkeypatch)
+    ckpt = opened(Training().objects, observers=[Exit()])
+    ckpt.lock()
+    handle = ckpt.save(1)
+    task = ckpt._pipeline._tasks[0]
+    with pytest.raises(SystemExit):
+        ckpt._pipeline._give_up(task)
+    assert handle.done()
+    assert task not in ckpt._pipeline._tasks
+    gate.open()
+    with pytest.raises(StorageError, match="staged within"):
+        ckpt.close()
+
+
 @pytest.mark.parametrize("interrupted", ["deltackpt-finish", "deltackpt-stage"])
 def test_an_interrupt_while_the_threads_start_leaves_none_behind(
     path: Path, opened: Opener, monkeypatch: pytest.MonkeyPatch, interrupted: str

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import json
 import logging
@@ -275,8 +276,21 @@ def test_an_interpreter_that_cannot_be_started_is_a_writer_error(
 ) -> None:
     for executable in ("", "/does/not/exist"):
         monkeypatch.setattr(sys, "executable", executable)
-        with pytest.raises(WriterError, match="thread"):
+        with pytest.raises(WriterError, match="thread") as caught:
             WriterClient(tmp_path / "s", "main", seed=1, ring_bytes=1 << 20)
+        assert caught.value.hint == 'use writer="thread"'
+
+
+def test_a_process_too_many_is_told_as_such(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: Any, **options: Any) -> None:
+        raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    with pytest.raises(WriterError, match="ulimit") as caught:
+        WriterClient(tmp_path / "s", "main", seed=1, ring_bytes=1 << 20)
+    assert str(caught.value).startswith("cannot start the writer process: ")
 
 
 def test_a_writer_thread_whose_package_is_gone_is_a_writer_error(

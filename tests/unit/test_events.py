@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import logging
+import threading
 from typing import Any
 
 import pytest
@@ -30,8 +32,11 @@ class Recorder:
 
 
 class Broken:
+    def __init__(self, error: BaseException | None = None) -> None:
+        self.error = error or RuntimeError("observer is broken")
+
     def on_event(self, event: events.Event, /) -> None:
-        raise RuntimeError("observer is broken")
+        raise self.error
 
 
 def test_every_observer_gets_every_event() -> None:
@@ -50,6 +55,25 @@ def test_a_failing_observer_is_logged_and_bothers_nobody(caplog: pytest.LogCaptu
     assert good.events == EVENTS[:1]
     assert "Broken" in caplog.text
     assert "observer is broken" in caplog.text
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), asyncio.CancelledError(), KeyboardInterrupt()])
+def test_an_observer_that_exits_ends_no_thread_but_the_main_one(error: BaseException) -> None:
+    """Prevents: saves that wait for ever for a thread which an observer ended."""
+    good, survived = Recorder(), list[str]()
+    tell = Observers([Broken(error), good])
+
+    def background() -> None:
+        tell(EVENTS[0])
+        survived.append("it")
+
+    thread = threading.Thread(target=background)
+    thread.start()
+    thread.join()
+    assert survived == ["it"]
+    assert good.events == EVENTS[:1]
+    with pytest.raises(type(error)):
+        tell(EVENTS[1])
 
 
 @pytest.mark.parametrize("event", EVENTS, ids=lambda event: type(event).__name__)

@@ -92,9 +92,10 @@ def test_a_ring_that_cannot_be_had_says_what_to_do(monkeypatch: pytest.MonkeyPat
         patch.setattr("deltackpt_store.ring.mmap.mmap", refuse(errno.ENOMEM))
         with pytest.raises(StorageError, match=r"the writer cannot map .*smaller ring_bytes"):
             Ring.attach(ring.fd, 2, SLOT)
-    monkeypatch.setattr(os, "memfd_create", refuse(errno.EMFILE))
-    with pytest.raises(StorageError, match=r"cannot make a staging ring .*ulimit -n"):
-        Ring.create(2 * SLOT, SLOT)
+    for number, limit in ((errno.EMFILE, "-n"), (errno.EFBIG, "-f")):
+        monkeypatch.setattr(os, "memfd_create", refuse(number))
+        with pytest.raises(StorageError, match=f"cannot make a staging ring .*ulimit {limit}"):
+            Ring.create(2 * SLOT, SLOT)
 
 
 def test_attach_refuses_a_file_of_another_size() -> None:
