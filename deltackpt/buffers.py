@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from deltackpt_store.errors import NO_MEMORY, WriterError
 from torch import Tensor
 
 _LARGE_BYTES = 4 << 20
@@ -61,8 +62,8 @@ class BufferPool:
         with torch.inference_mode(False):  # what is made in that mode takes no copy outside of it
             if landing is not None:
                 return landing(nbytes)
-            if device.type == "cpu" and nbytes >= _LARGE_BYTES:
-                return _large(nbytes)
+            if device.type == "cpu":
+                return _host(nbytes)
             return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
     def give(self, buffer: Tensor, *, landed_from: torch.device | None = None) -> None:
@@ -94,13 +95,19 @@ class Lease:
                 pool.give(self.buffer, landed_from=self.landed_from)
 
 
-def _large(nbytes: int) -> Tensor:
-    """Host memory, of huge pages where there are any: training waits while it is filled first."""
+def _host(nbytes: int) -> Tensor:
+    """Host memory; much of it in huge pages, if any: training waits while it is filled first."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     try:
+        if nbytes < _LARGE_BYTES:
+            return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         room = mmap.mmap(-1, nbytes, flags=flags)
-    except OSError as error:
-        raise MemoryError(f"no memory for a private copy of {nbytes} bytes") from error
+    except (OSError, RuntimeError) as error:
+        raise WriterError(
+            f"no memory for a private copy of {nbytes} bytes of the state: {error}",
+            kind="memory",
+            hint=NO_MEMORY,
+        ) from error
     with contextlib.suppress(AttributeError, OSError):
         room.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(room, dtype=torch.uint8)

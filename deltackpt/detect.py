@@ -178,7 +178,11 @@ class Workers:
 
         while len(self._started) < helpers:
             thread = threading.Thread(target=self._serve, name="deltackpt-hash", daemon=True)
-            thread.start()
+            try:
+                thread.start()
+            except RuntimeError:  # the system gives no more: it goes without
+                helpers = len(self._started)
+                break
             self._started.append(thread)
         for _ in range(helpers):
             self._jobs.put(helper_job)

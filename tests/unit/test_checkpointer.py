@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import logging
 import os
@@ -40,7 +41,7 @@ from torch import nn
 
 import deltackpt.detect as detect_module
 import deltackpt.stage as stage_module
-from deltackpt import events, lifecycle, pipeline
+from deltackpt import buffers, events, lifecycle, pipeline
 from deltackpt.checkpointer import Checkpointer
 from deltackpt.load import load
 from deltackpt.pipeline import SavePipeline
@@ -540,6 +541,34 @@ def test_no_memory_between_saves_ends_no_thread(
     ckpt.close()
     assert met
     assert steps(path) == [1]
+
+
+@pytest.mark.parametrize("count", [100, 5 << 20])
+def test_no_memory_for_copies_fails_that_save_only(
+    path: Path, opened: Opener, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    """Prevents: a training that ends of a lack of memory for a save, also with on_error="warn"."""
+
+    real = torch.empty
+
+    def refuse(*args: Any, **options: Any) -> Any:
+        if args == (0,):
+            return real(0, **options)
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    state = {**Training().objects, "x": torch.zeros(1024 + count, dtype=torch.uint8)}
+    ckpt = opened(state, every=1, on_error="warn")
+    ckpt.lock()  # from here on saves copy what may change
+    with monkeypatch.context() as patch:
+        patch.setattr(buffers.mmap, "mmap", refuse)
+        patch.setattr(buffers.torch, "empty", refuse)
+        with pytest.raises(WriterError, match="ring_bytes") as caught:
+            ckpt.save(1)
+        assert ckpt.step(1) is None
+    assert caught.value.kind == "memory"
+    assert ckpt.step(2) is not None
+    ckpt.close()
+    assert steps(path) == [2]
 
 
 def test_an_observer_that_exits_while_lock_gives_a_save_up(

@@ -103,6 +103,22 @@ def test_workers_share_the_units_among_threads() -> None:
     workers.close()
 
 
+def test_threads_that_cannot_be_had_are_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, left = threading.Thread.start, [1]
+
+    def start(self: threading.Thread) -> None:
+        if not left:
+            raise RuntimeError("can't start new thread")
+        left.pop()
+        real(self)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    workers, done = Workers(4), list[int]()
+    workers.run(lambda units: done.extend(unit[0].first for unit in units), units_of(50))
+    workers.close()
+    assert sorted(done) == list(range(50))
+
+
 @pytest.mark.parametrize("failing", range(3))
 def test_an_error_in_any_thread_is_raised_by_run(failing: int) -> None:
     """Prevents: a dead helper thread, whose chunks are missing from a save that succeeds."""
