@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import stat
 import tempfile
 
 _MAPPABLE = frozenset(
@@ -52,15 +53,16 @@ def index_directory(store_path: str, store_uuid: bytes) -> str | None:
 
     The latter (``$XDG_CACHE_HOME`` or ``~/.cache``, else the temporary directory) is keyed by
     store uuid and path, so that copies of a store do not share an index. None when no local place
-    is known. Nothing is created.
+    is known, nor in a temporary directory where somebody else has taken this user's name. Nothing is
+    created.
     """
     if may_map(store_path) and os.access(store_path, os.W_OK):
         return os.path.join(store_path, "cache", "index")
     place = hashlib.blake2b(os.fsencode(os.path.realpath(store_path)), digest_size=8).hexdigest()
-    for top in (
-        os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"),
-        os.path.join(tempfile.gettempdir(), f"deltackpt-{os.getuid()}"),
-    ):
+    shared = os.path.join(tempfile.gettempdir(), f"deltackpt-{os.getuid()}")
+    for top in (os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), shared):
+        if top == shared and _is_anothers(top):
+            continue
         if os.path.isabs(top) and may_map(_existing_parent(top)):
             return os.path.join(top, "deltackpt", f"{store_uuid.hex()}-{place}")
     return None
@@ -70,3 +72,12 @@ def _existing_parent(path: str) -> str:
     while not os.path.isdir(path):
         path = os.path.dirname(path)
     return path
+
+
+def _is_anothers(path: str) -> bool:
+    """Whether what lies there is no folder of this user's: others may have made it first."""
+    try:
+        found = os.lstat(path)
+    except OSError:
+        return False
+    return found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode)

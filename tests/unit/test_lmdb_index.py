@@ -9,6 +9,7 @@ import os
 import random
 import subprocess
 import sys
+import tempfile
 import textwrap
 from pathlib import Path
 from types import SimpleNamespace
@@ -498,6 +499,38 @@ def test_the_table_of_readers_has_no_holes(tmp_path: Path) -> None:
             assert os.lseek(file.fileno(), 0, os.SEEK_HOLE) == size
     finally:
         lmdb_env.release(environment)
+
+
+@pytest.mark.parametrize("taken", ["folder of another user", "link"])
+def test_the_index_does_not_lie_where_another_user_waits_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, taken: str
+) -> None:
+    """Who owns the folder could put an index there that ends the writer, or a record by which
+    damaged packs count as verified."""
+    store, shared = tmp_path / "store", tmp_path / "tmp"
+    store.mkdir()
+    shared.mkdir()
+    monkeypatch.setattr(
+        localfs, "filesystem_type", lambda p: "ext4" if p.startswith(str(shared)) else "nfs4"
+    )
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(shared))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    own = shared / f"deltackpt-{os.getuid()}"
+    where = localfs.index_directory(str(store), UUID)
+    assert where is not None
+    assert where.startswith(f"{own}/deltackpt/")
+    if taken == "link":
+        own.symlink_to(store)
+    else:
+        own.mkdir()
+        assert localfs.index_directory(str(store), UUID) == where
+        uid = os.getuid()
+        real = os.lstat
+        monkeypatch.setattr(
+            localfs.os, "lstat",
+            lambda p: SimpleNamespace(st_uid=uid + 1, st_mode=real(p).st_mode),
+        )  # fmt: skip
+    assert localfs.index_directory(str(store), UUID) is None
 
 
 def test_the_index_never_lies_on_a_network_file_system(
