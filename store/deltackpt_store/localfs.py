@@ -53,8 +53,8 @@ def index_directory(store_path: str, store_uuid: bytes) -> str | None:
 
     The latter (``$XDG_CACHE_HOME`` or ``~/.cache``, else the temporary directory) is keyed by
     store uuid and path, so that copies of a store do not share an index. None when no local place
-    is known, nor in a temporary directory where somebody else has taken this user's name. Nothing is
-    created.
+    is known, or where somebody else has made this user's folder in the temporary directory. Nothing
+    is created.
     """
     if may_map(store_path) and os.access(store_path, os.W_OK):
         return os.path.join(store_path, "cache", "index")
