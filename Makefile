@@ -18,7 +18,7 @@ ARGS ?=
 
 help:
 	@echo "The first of these that runs installs what it needs into $(VENV): some minutes, the network,"
-	@echo "about 2.3 GB of disk. The commands are in $(VENV)/bin then (deltackpt, pytest, ...)."
+	@echo "about 2.5 GB of disk. The commands are in $(VENV)/bin then (deltackpt, pytest, ...)."
 	@echo
 	@echo "make demo    train a real model, kill it during a save, resume bit for bit"
 	@echo "make test    the test suite (ARGS='tests/unit -k cli' selects)"
@@ -36,7 +36,7 @@ help:
 # torch is named exactly and first: asked for by range it may come with several GB of CUDA.
 $(DEV): pyproject.toml requirements-dev.txt constraints-dev.txt hatch_build.py $(KERNELS)
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("deltackpt needs Python 3.11 or newer; this is %s: make PYTHON=python3.11 ..." % sys.version.split()[0])'
-	@echo "Installing into $(VENV): about 2.3 GB, some minutes, pip says nothing until it is done."
+	@echo "Installing into $(VENV): about 2.5 GB, some minutes, pip says nothing until it is done."
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet --constraint constraints-dev.txt --upgrade pip
 	$(PIP) install --quiet --constraint constraints-dev.txt torch==2.13.0

@@ -33,7 +33,7 @@ from .keys import KeyMap
 from .lifecycle import SaveSignals, check_signals
 from .options import CHUNK_BYTES, check_flags, check_metrics, check_options, note_metrics
 from .pipeline import MAX_IN_FLIGHT, SavePipeline
-from .policy import Due, DueFunction, Every, Keep, OnBusy, OnError, check_seconds
+from .policy import Codec, Due, DueFunction, Every, Keep, OnBusy, OnError, check_seconds
 from .remarks import environment, warn_of_missing_parameters
 from .report import Save, SaveProgress, SaveReport, refuse_waiting
 from .restore import Restored, restore_and_hold
@@ -97,7 +97,7 @@ class Checkpointer:
         writer: Literal["process", "thread"] = "process",
         ring_bytes: int | None = None,
         chunk_bytes: int = CHUNK_BYTES,
-        codec: str = "auto",
+        codec: Codec = "auto",
         shadow: bool = False,
         overlap: bool = True,
         on_busy: OnBusy = "wait",

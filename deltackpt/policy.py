@@ -17,6 +17,7 @@ from deltackpt_store.errors import InvalidInputError
 
 OnBusy = Literal["wait", "skip", "coalesce"]
 OnError = Literal["raise", "warn"]
+Codec = Literal["auto", "fast", "small", "none"]
 DueFunction = Callable[[int], bool]
 T = TypeVar("T")
 

@@ -10,6 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+MENDING = (
+    "`deltackpt verify` tells which steps are hit, `deltackpt repair` mends what has another copy"
+)
+"""The way out of damage."""
+
 
 def _rebuild(
     cls: type[DeltackptError], message: str, kind: str, hint: str | None, context: dict[str, Any]

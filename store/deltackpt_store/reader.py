@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from deltackpt_store import codecs, read_crew
 from deltackpt_store.errors import (
+    MENDING,
     CorruptionError,
     DeltackptError,
     InvalidInputError,
@@ -194,10 +195,11 @@ class ChunkReader:
         why = cause.message
         if newer is None and len(errors) > len(lost):
             why += f"; {errors[len(lost)].message}"
+        some = f"{len(lost)} chunks cannot be read, among them"
         return (UnsupportedFormatError if newer else CorruptionError)(
-            f"{len(lost)} chunks cannot be read, among them: {why}",
+            f"{'1 chunk cannot be read' if len(lost) == 1 else some}: {why}",
             kind=newer.kind if newer else "damaged-chunks",
-            hint=cause.hint or "restore another step, or verify the store to see what else is hit",
+            hint=cause.hint or MENDING,
             ids=tuple(failure.id for failure in lost),
             reasons=tuple(failure.error.message for failure in lost[:20]),
         )

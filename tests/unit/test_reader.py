@@ -261,7 +261,11 @@ def lost_ids(store: Store, chunks: Sequence[bytes], hints: Sequence[str] = ()) -
         store.reader(hints).read(requests)
     assert caught.value.kind == "damaged-chunks"
     assert caught.value.hint
-    lost = set(caught.value.context["ids"])
+    ids = caught.value.context["ids"]
+    several = f"{len(ids)} chunks cannot be read, among them: "
+    one = "1 chunk cannot be read: "
+    assert caught.value.message.startswith(one if len(ids) == 1 else several)
+    lost = set(ids)
     for chunk, dest in zip(chunks, dests, strict=True):
         assert (id_of(chunk) in lost) or dest == chunk
     return lost

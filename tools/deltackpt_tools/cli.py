@@ -40,9 +40,6 @@ COMMANDS: dict[str, tuple[str, str]] = {
 
 
 _EXTRA = re.compile(r"Got unexpected extra arguments? \((.*)\)$", re.DOTALL)
-_MENDING = (
-    "`deltackpt verify` tells which steps are hit, `deltackpt repair` mends what has another copy"
-)
 
 
 class LazyGroup(click.Group):
@@ -128,6 +125,8 @@ def report_error(error: Exception | KeyboardInterrupt, code: Exit) -> None:
 
     OSError when either cannot be written to; the other one was, then.
     """
+    from deltackpt_store.errors import MENDING
+
     from deltackpt_tools.output import error_document, safe, write_json
 
     message = str(getattr(error, "message", None) or error)
@@ -137,7 +136,7 @@ def report_error(error: Exception | KeyboardInterrupt, code: Exit) -> None:
     if isinstance(error, OSError) and exit_code(error) is None:
         message, hint = _told(error)
     if code == Exit.CORRUPT and "deltackpt repair" not in (hint or ""):
-        hint = f"{hint}; {_MENDING}" if hint else _MENDING
+        hint = f"{hint}; {MENDING}" if hint else MENDING
     try:
         if click.get_current_context().meta.get("deltackpt.json"):
             write_json(error_document(error, message, hint, int(code)))

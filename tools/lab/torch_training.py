@@ -13,6 +13,7 @@ from deltackpt_store.store import Store
 from torch import nn
 
 import deltackpt
+from deltackpt.policy import Codec
 
 WIDTH = 192
 STEP_BYTES = 3 * 4 * (2 * WIDTH * WIDTH + 2 * WIDTH)
@@ -23,7 +24,7 @@ class Training:
     """Trains and saves; knows the digest of the state of each step that became durable."""
 
     def __init__(
-        self, store: Path, *, durable_timeout: float = 120.0, codec: str = "auto"
+        self, store: Path, *, durable_timeout: float = 120.0, codec: Codec = "auto"
     ) -> None:  # fmt: skip
         torch.manual_seed(0)  # pyright: ignore[reportUnknownMemberType]
         self.model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
@@ -32,7 +33,7 @@ class Training:
         self.durable: dict[int, str] = {}
         self.step = 0
         self.timeout = durable_timeout
-        self.codec = codec
+        self.codec: Codec = codec
         self.checkpointer = self._open()
 
     def _open(self) -> deltackpt.Checkpointer:
