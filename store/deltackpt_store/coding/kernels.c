@@ -28,7 +28,7 @@ typedef uint32_t __attribute__((aligned(1), may_alias)) near32;
 typedef uint64_t __attribute__((aligned(1), may_alias)) near64;
 
 /* Halves of half the width are what compilers turn into vectors best, in both directions. */
-#define CUT(WHOLE, HALF, from, low, high)                                                          \
+#define CUT(HALF, from, low, high)                                                                 \
   for (size_t i = 0; i < n; i++) {                                                                 \
     low[i] = (HALF)from[i];                                                                        \
     high[i] = (HALF)(from[i] >> 8 * sizeof(HALF));                                                 \
@@ -42,19 +42,19 @@ INNER cut1(const uint8_t *from, size_t n, uint8_t *const *to) { memcpy(to[0], fr
 
 INNER cut2(const uint16_t *from, size_t n, uint8_t *const *to) {
   uint8_t *restrict low = to[0], *restrict high = to[1];
-  CUT(uint16_t, uint8_t, from, low, high)
+  CUT(uint8_t, from, low, high)
 }
 
 INNER cut4(const uint32_t *from, size_t n, uint8_t *const *to) {
   uint16_t low[BLOCK], high[BLOCK];
-  CUT(uint32_t, uint16_t, from, low, high)
+  CUT(uint16_t, from, low, high)
   cut2(low, n, to);
   cut2(high, n, to + 2);
 }
 
 INNER cut8(const uint64_t *from, size_t n, uint8_t *const *to) {
   uint32_t low[BLOCK], high[BLOCK];
-  CUT(uint64_t, uint32_t, from, low, high)
+  CUT(uint32_t, from, low, high)
   cut4(low, n, to);
   cut4(high, n, to + 4);
 }
