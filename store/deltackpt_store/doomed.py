@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from deltackpt_store.fileio import TEMPORARY_PREFIX, FileIO, is_link
 from deltackpt_store.leases import live_leases
 from deltackpt_store.mark import Marking
-from deltackpt_store.names import is_digest_name
+from deltackpt_store.names import is_digest_name, is_pack_folder
 from deltackpt_store.oserror import storage_error
 from deltackpt_store.roots import Retired, Roots
 from deltackpt_store.store import Store
@@ -56,7 +56,9 @@ def leftovers(io: FileIO, root: str) -> set[str]:
     found: set[str] = set()
     try:
         directories = ["", "manifests", "pins", "gc"]
-        directories += [f"packs/{name}" for name in io.list(f"{root}/packs") if len(name) == 2]
+        directories += [
+            f"packs/{name}" for name in io.list(f"{root}/packs") if is_pack_folder(name)
+        ]
         directories += [f"runs/{name}" for name in io.list(f"{root}/runs")]
         for directory in directories:
             if "/" in directory and is_link(f"{root}/{directory}"):

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from deltackpt_store.errors import DeltackptError
 from deltackpt_store.fileio import FileIO
-from deltackpt_store.names import is_pack_name
+from deltackpt_store.names import is_pack_folder, is_pack_name
 from deltackpt_store.pack import (
     ENTRY_BYTES,
     ENTRY_DTYPE,
@@ -356,7 +356,7 @@ def list_packs(io: FileIO, root: str) -> list[str]:
         return []
     names: list[str] = []
     for prefix in prefixes:
-        if len(prefix) != 2:
+        if not is_pack_folder(prefix):
             continue
         for file in io.list(f"{top}/{prefix}"):
             name = file.removesuffix(".pack")

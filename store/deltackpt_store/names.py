@@ -24,6 +24,7 @@ LATEST = "latest"
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}\Z")
 _NUMBER = re.compile(r"[0-9]{20}\Z")
 _PACK = re.compile(r"[0-9a-f]{16}-[0-9]{8}\Z")
+_FOLDER = re.compile(r"[0-9a-f]{2}\Z")
 _STEP = re.compile(r"[0-9]{1,19}\Z")
 _HEX = re.compile(r"[0-9a-f]{64}\Z")
 
@@ -65,6 +66,11 @@ def check_step(step: Any) -> int:
 def is_pack_name(name: str) -> bool:
     """Whether `name` has the form ``<16 hex of the writer>-<8 digits>`` of every pack."""
     return _PACK.match(name) is not None
+
+
+def is_pack_folder(name: str) -> bool:
+    """Whether `name` may be a folder of packs: two hexadecimal digits."""
+    return _FOLDER.match(name) is not None
 
 
 def pack_path(name: str) -> str:

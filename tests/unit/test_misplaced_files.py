@@ -226,3 +226,17 @@ def test_a_writer_does_not_wait_where_its_lease_should_be(
     os.mkfifo(store_path / "gc/leases" / ("ef" * 8))
     with pytest.raises(StorageError, match="pipe"):
         leases.Lease.take(IO, str(store_path), "ef" * 8)
+
+
+@pytest.mark.parametrize("name", ["zz", "A0", ".x", "0"])
+def test_what_has_not_the_name_of_a_folder_of_packs_is_passed_by(tmp_path: Path, name: str) -> None:
+    writer = client(tmp_path / "store")
+    trainer = ToyTrainer(writer)
+    trainer.save_now(1)
+    (tmp_path / "store/packs" / name).write_text("a file manager's")
+    trainer.save_now(2)
+    writer.close(60)
+    store = Store.open(tmp_path / "store")
+    assert verify(store).ok
+    assert not collect(store).packs
+    assert store.steps("main") == [1, 2]
