@@ -216,6 +216,13 @@ class SavePipeline:
 
     def _accept(self, task: Task) -> None:
         with self._condition.lock:
+            if self._stopping:  # nobody would take it any more
+                raise StateError(
+                    "saving has ended, because the interpreter is ending",
+                    kind="closed",
+                    hint="save before that; what atexit is to call must be registered after "
+                    "deltackpt is imported",
+                )
             self._start_threads()
             self._tasks.append(task)
             self._condition.notify_all()

@@ -976,6 +976,21 @@ def test_close_saves_a_last_step_that_was_skipped(
     assert steps(path) == [0, 1, 3]
 
 
+def test_a_save_after_the_end_of_the_interpreter_has_begun_is_refused(
+    path: Path, opened: Opener
+) -> None:
+    """Prevents: an exit that hangs, for a thread or a function of atexit that still saves."""
+    # case 61
+    ckpt = opened({"x": torch.zeros(5000)}, durable_timeout=5, final=False)
+    ckpt.save(0)
+    ckpt._pipeline.finish_at_exit()
+    with pytest.raises(StateError, match="interpreter is ending") as caught:
+        ckpt.save(1)
+    assert caught.value.kind == "closed"
+    ckpt.close()
+    assert steps(path) == [0]
+
+
 def test_a_dropped_checkpointer_still_finishes(path: Path) -> None:
     state = {"x": torch.zeros(5000)}
     ckpt = Checkpointer(path, state, writer="thread")
