@@ -19,7 +19,7 @@ from typing import Literal
 
 from deltackpt_store import protocol
 from deltackpt_store.descriptors import socket_pair
-from deltackpt_store.errors import DeltackptError, WriterError
+from deltackpt_store.errors import DeltackptError, WriterError, no_thread
 from deltackpt_store.fileio import FileIO
 from deltackpt_store.launch import Running, WriterProcess, WriterThread
 from deltackpt_store.protocol import Channel, ToTrainer, ToWriter
@@ -96,7 +96,7 @@ class Connection:
             self._close()
             if not isinstance(error, RuntimeError):
                 raise
-            raise _no_thread(error) from error
+            raise no_thread(error) from error
 
     def _start(self, mode: Literal["process", "thread"], nice: int, io: FileIO | None) -> None:
         ours, theirs = socket_pair()
@@ -115,7 +115,7 @@ class Connection:
             self._channel.close()
             if isinstance(error, WriterError) or not isinstance(error, RuntimeError):
                 raise
-            raise _no_thread(error) from error
+            raise no_thread(error) from error
         self._theirs = None
 
     def post(self, message: ToWriter) -> None:
@@ -212,13 +212,6 @@ class Connection:
         if self._running is not None:
             with contextlib.suppress(OSError):
                 self._running.forget()
-
-
-def _no_thread(error: RuntimeError) -> WriterError:
-    return WriterError(
-        f"no thread can be started for the writer: {error}",
-        kind="no-thread", hint="raise the limit on threads or processes (ulimit -u)",
-    )  # fmt: skip
 
 
 _connections: weakref.WeakSet[Connection] = weakref.WeakSet()

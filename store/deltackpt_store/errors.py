@@ -114,6 +114,14 @@ class WriterError(DeltackptError, RuntimeError):
     default_kind = "writer"
 
 
+def no_thread(error: RuntimeError) -> WriterError:
+    """The error of a writer that gets no thread; `error` is what starting one said."""
+    return WriterError(
+        f"no thread can be started for the writer: {error}",
+        kind="no-thread", hint="raise the limit on threads or processes (ulimit -u)",
+    )  # fmt: skip
+
+
 NO_MEMORY = "saving needs some more memory: raise the limit on it, or choose a smaller ring_bytes"
 """The way out where the system gives none."""
 

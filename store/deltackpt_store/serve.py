@@ -19,7 +19,7 @@ from collections.abc import Callable
 
 from deltackpt_store import protocol
 from deltackpt_store.encode_crew import Crew
-from deltackpt_store.errors import DeltackptError, WriterError
+from deltackpt_store.errors import DeltackptError, WriterError, no_thread
 from deltackpt_store.fileio import FileIO
 from deltackpt_store.open_run import open_session
 from deltackpt_store.protocol import Channel, Hello, ToTrainer, ToWriter
@@ -62,8 +62,12 @@ class Mailbox:
 
     def start(self) -> None:
         """Receive all further messages, so that the trainer never waits for that."""
-        self._thread = threading.Thread(target=self._receive, name="deltackpt-inbox", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._receive, name="deltackpt-inbox", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            raise no_thread(error) from error
+        self._thread = thread
 
     def get(self, idle: Callable[[], None] | None = None) -> ToWriter | None:
         """The next message; None at the end. Raises `WriterError` for one that is not valid.

@@ -261,6 +261,25 @@ def test_no_thread_for_the_writer_is_an_error_and_leaves_nothing_behind(
     start(mode=mode).save_now(0)
 
 
+def test_a_writer_that_gets_no_thread_says_so(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prevents: a traceback as the last words of the writer."""
+    real = threading.Thread.start
+
+    def refuse(self: threading.Thread) -> None:
+        if self.name == "deltackpt-inbox":
+            raise RuntimeError("can't start new thread")
+        real(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        client = start(mode="thread").client
+        with pytest.raises(WriterError, match=r"^no thread can be started .*ulimit -u") as caught:
+            client.ready(20)
+    assert caught.value.kind == "no-thread"
+
+
 @pytest.mark.parametrize(
     "options",
     [{"mode": "fork"}, {"ring_bytes": 0}, {"slot_bytes": 5}, {"io": FileIO()}],
