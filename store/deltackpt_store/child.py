@@ -10,15 +10,15 @@ import importlib.util
 import os
 import sys
 
-from deltackpt_store import writer
-
+_FOLDER, _NAME = os.path.split(__file__)
+WRITER = os.path.join(_FOLDER, "writer" + os.path.splitext(_NAME)[1])  # whether compiled or not
 _DEPENDENCIES = ("blake3", "lmdb", "lz4", "msgspec", "numpy", "xxhash", "zstandard")
 
 
 def command(*options: str) -> list[str]:
     """The command line that runs `writer` with these options."""
     directories = os.pathsep.join(_dependency_directories())
-    return [*_interpreter(), writer.__file__, *options, "--path", directories]
+    return [*_interpreter(), WRITER, *options, "--path", directories]
 
 
 def _interpreter() -> list[str]:

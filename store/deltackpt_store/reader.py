@@ -9,6 +9,7 @@ every other place that holds the same chunk before it counts as damaged.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections import deque
@@ -310,11 +311,13 @@ class _Run:
         crew = read_crew.hire(self._packs, self._hints) if self._helped else []
         loops = [partial(self._lead, helper) for helper in crew]
         loops = loops or [self._loop] * (self._threads - 1)
-        others = [threading.Thread(target=loop, name="deltackpt-read", daemon=True)
-                  for loop in loops]  # fmt: skip
+        others: list[threading.Thread] = []
         try:
-            for other in others:
-                other.start()
+            with contextlib.suppress(RuntimeError):  # no more threads: without the others then
+                for loop in loops:
+                    other = threading.Thread(target=loop, name="deltackpt-read", daemon=True)
+                    other.start()
+                    others.append(other)
             self._loop()
             for helper in crew:
                 if not helper.ready:
@@ -327,8 +330,7 @@ class _Run:
             for helper in crew:
                 helper.end()
             for other in others:
-                if other.ident is not None:
-                    other.join()
+                other.join()
         if self._fatal is not None:
             raise self._fatal
         return self._failures

@@ -148,8 +148,9 @@ class Store(History):
             data = self._read_buffer(relative, MAX_MANIFEST_BYTES, "manifest")
         except NotFoundError as error:
             raise CorruptionError(
-                f"manifest {relative} is missing", kind="missing-manifest", path=relative
-            ) from error
+                f"manifest {relative} is missing", kind="missing-manifest", path=relative,
+                store=self.path,
+            ) from error  # fmt: skip
         if digest_of(data) != digest:
             raise CorruptionError(
                 f"manifest {relative} is damaged: its content does not have that digest",

@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 from crewed_writer import HELPERS
+from deltackpt_store import child
 from deltackpt_store import writer as writer_module
 from deltackpt_store.client import WriterClient
 from deltackpt_store.coding_policy import RAW_PLAN
@@ -40,7 +41,7 @@ Start = Callable[..., WriterClient]
 @pytest.fixture
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     """Makes clients with a crewed writer, closed afterwards."""
-    monkeypatch.setattr(writer_module, "__file__", str(CREWED))
+    monkeypatch.setattr(child, "WRITER", str(CREWED))
     clients: list[WriterClient] = []
 
     def make(store: str = "store", **options: Any) -> WriterClient:

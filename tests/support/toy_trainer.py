@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import xxhash
 from blake3 import blake3
-from deltackpt_store import writer
+from deltackpt_store import child
 from deltackpt_store.client import WriterClient
 from deltackpt_store.manifest import Commit, ExtentSpec, Layout, TensorView
 from deltackpt_store.protocol import Committed, WriterOptions
@@ -193,7 +193,7 @@ def _child(client: WriterClient, how: str) -> int:
 def main() -> None:
     """Save ``first``, ``first + 1``, ... until killed, telling each acknowledged step on stdout."""
     config = json.loads(sys.argv[1])
-    writer.__file__ = config.get("writer", writer.__file__)
+    child.WRITER = config.get("writer", child.WRITER)
     client = WriterClient(
         config["store"], "main", seed=SEED, ring_bytes=config["ring_bytes"], slot_bytes=4 * CHUNK,
         mode=config.get("mode", "process"), options=WriterOptions(lock_timeout=60.0),

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
-from deltackpt_store import Commit, FileIO
+from deltackpt_store import Commit, FileIO, Store
 from deltackpt_tools.cli import COMMANDS, cli
 from small_store import SmallStore, pattern
 
@@ -641,6 +641,26 @@ def test_damage_gives_code_12_and_names_what_is_hit(store: Fixture) -> None:
     damage(store.path / "manifests" / store.second.manifest.hex())
     assert run("show", store.path, "main@20").exit_code == 12
     assert run("show", store.path, "main@10").exit_code == 0
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_a_step_that_goes_while_it_is_read_is_no_damage(
+    store: Fixture, monkeypatch: pytest.MonkeyPatch, pinned: bool
+) -> None:
+    """Retired and collected after it was found; one that is pinned cannot go like that."""
+    commit, snapshot = store.second, Store.snapshot
+
+    def late(self: Store, which: Any) -> Any:
+        if not pinned:
+            self.unpin("best")
+        (store.path / "runs" / "main" / f"{commit.number:020d}.retired").touch()
+        (store.path / "manifests" / commit.manifest.hex()).unlink()
+        return snapshot(self, which)
+
+    monkeypatch.setattr(Store, "snapshot", late)
+    document = run_json("show", store.path, "main@20", code=12 if pinned else 2)
+    assert document["error"]["kind"] == ("missing-manifest" if pinned else "retired")
+    assert ("repair" in document["error"]["hint"]) == pinned
 
 
 def test_show_says_when_a_pack_is_gone(store: Fixture) -> None:

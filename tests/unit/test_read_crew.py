@@ -147,6 +147,19 @@ def test_one_that_does_not_start(
     assert not crew.copied
 
 
+@pytest.mark.parametrize("threads", [None, 3])
+def test_threads_that_cannot_be_had_are_done_without(
+    store: Store, crew: Crew, monkeypatch: pytest.MonkeyPatch, threads: int | None
+) -> None:
+    def start(thread: threading.Thread) -> None:
+        crew.led.set()
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    assert read(store, CHUNKS, threads=threads) == CHUNKS
+    assert not crew.copied
+
+
 def test_damage_is_found_as_without_them(store: Store, crew: Crew) -> None:
     hit = CHUNKS[20]
     for number in range(2):

@@ -95,6 +95,11 @@ class LazyGroup(click.Group):
                 if not isinstance(error, OSError):
                     raise
                 code = Exit.STORAGE
+            elif code == Exit.CORRUPT:
+                from deltackpt_tools.stores import gone_meanwhile
+
+                error = gone_meanwhile(error) or error
+                code = exit_code(error) or code
             with suppress(OSError):  # nobody reads it, or it finds no room: the exit code tells
                 report_error(error, code)
             ctx.exit(code)

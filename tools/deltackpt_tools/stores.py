@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+from deltackpt_store.errors import CorruptionError, DeltackptError, NotFoundError
 from deltackpt_store.manifest import Commit
 from deltackpt_store.store import Store
 
@@ -22,6 +23,26 @@ def open_store(path: str) -> Store:
 def quiet_logs() -> None:
     """What the library logs is part of what commands report."""
     logging.getLogger("deltackpt").addHandler(logging.NullHandler())
+
+
+def gone_meanwhile(error: Exception) -> NotFoundError | None:
+    """What `error` means if what it misses was taken off the list while a command read it, as
+    retention and collection may do at any time: that is no damage."""
+    if getattr(error, "kind", None) != "missing-manifest" or not isinstance(error, CorruptionError):
+        return None
+    digest = bytes.fromhex(str(error.context["path"]).rpartition("/")[2])
+    store = Store.open(str(error.context["store"]))
+    try:
+        listed = [store.read_commit(run, n) for run in store.runs() for n in store.numbers(run)]
+        listed += [store.pinned(name) for name in store.pins()]
+    except DeltackptError:
+        return None
+    if any(digest in (commit.manifest, commit.base) for commit in listed):
+        return None
+    return NotFoundError(
+        "a step was retired and collected while it was read",
+        kind="retired", hint="run the command again", path=store.path,
+    )  # fmt: skip
 
 
 def short(digest: bytes) -> str:
