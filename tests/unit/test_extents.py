@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from captured import bits, memory_of, rebuild, roundtrip, same, saved_bytes, take
-from deltackpt_store.errors import CorruptionError, UnsupportedFormatError
+from deltackpt_store.errors import CorruptionError, UnsupportedFormatError, WriterError
 from deltackpt_store.manifest import TensorView
 from torch import Tensor, nn
 
@@ -366,8 +366,9 @@ def test_no_memory_for_a_large_buffer_says_how_much(monkeypatch: pytest.MonkeyPa
         raise OSError(12, "Cannot allocate memory")
 
     monkeypatch.setattr(buffers.mmap, "mmap", refuse)
-    with pytest.raises(MemoryError, match="8388608"):
+    with pytest.raises(WriterError, match="8388608") as found:
         BufferPool().take(torch.device("cpu"), 8 << 20)
+    assert found.value.kind == "memory"
 
 
 def test_pool_buffers_are_reused_and_bounded() -> None:

@@ -568,7 +568,8 @@ def test_names_of_packs_relied_upon_are_made_durable(store: Store) -> None:
             assert writer.put(raw).written == 0
             writer.flush()
     directory = os.path.dirname(pk.pack_path(store.path, put.pack))
-    assert recorder(store).calls == [("sync_directory", directory)]
+    folders = [store.path, f"{store.path}/packs", f"{store.path}/runs", directory]
+    assert recorder(store).calls == [("sync_directory", folder) for folder in folders]
 
 
 def test_a_manifest_or_commit_of_unflushed_packs_is_refused(store: Store) -> None:
@@ -727,6 +728,8 @@ def test_no_failure_of_a_flush_is_forgotten(store: Store, call: str) -> None:
 def test_a_failure_in_the_background_reaches_the_next_put(store: Store) -> None:
     io = recorder(store)
     with StoreWriter(store, pack_bytes=1000) as writer:
+        writer.put(blob(10))
+        writer.flush()
         io.counting, io.fail_at, io.persistent = True, 0, True
         writer.put(blob(2000))
         with pytest.raises(StorageError):  # the thread is drained: the error is there
