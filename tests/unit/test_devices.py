@@ -85,16 +85,16 @@ def test_memory_of_several_devices_is_locked_once(
     registered: set[int] = set()
 
     class Cudart:
-        def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:  # noqa: N802
+        def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:  # noqa: N802 - CUDA's name
             again = address in registered
             registered.add(address)
             return 712 if again else 0
 
-        def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        def cudaHostUnregister(self, address: int) -> int:  # noqa: N802 - CUDA's name
             registered.remove(address)
             return 0
 
-        def cudaGetErrorString(self, code: int) -> str:  # noqa: N802
+        def cudaGetErrorString(self, code: int) -> str:  # noqa: N802 - CUDA's name
             return f"error {code}"
 
     monkeypatch.setattr(torch.cuda, "cudart", Cudart)

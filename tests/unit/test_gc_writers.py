@@ -432,10 +432,14 @@ def test_without_locks_nothing_is_collected(store: Store, new: Callable[..., Aut
     assert len(store.packs.names()) == 2
 
 
+@pytest.mark.parametrize("heeds", [False, True])
 def test_without_locks_a_writer_saves_and_proves(
-    store: Store, new: Callable[..., Author], caplog: pytest.LogCaptureFixture
+    store: Store, new: Callable[..., Author], caplog: pytest.LogCaptureFixture, heeds: bool
 ) -> None:
-    """One host without locks, another with: the collection there cannot see this writer."""
+    """One host without locks, another with: the collection there cannot see this writer.
+
+    Having heeded the generation meanwhile does not make the lost chunks come back.
+    """
     with_garbage(store, new)
 
     class NoLocks(FileIO):
@@ -448,6 +452,8 @@ def test_without_locks_a_writer_saves_and_proves(
     author.save(3, ["x"])
     author.prepare(["garbage"])
     collect(store)
+    if heeds:
+        author.heed()
     with pytest.raises(StateError, match="took this writer for dead"):
         author.finish(4)
     author.close()

@@ -556,14 +556,14 @@ def test_the_index_never_lies_on_a_network_file_system(
     kinds[str(tmp_path)] = "nfs"
     kinds["/"] = "cifs"
     assert localfs.index_directory(str(store), UUID) is None
-    with caplog_at_warning() as records:
+    with Warnings() as records:
         index = open_index(SimpleNamespace(path=str(store), uuid=UUID, io=IO))
     assert isinstance(index, MemoryIndex)
     assert len(records) == 1
     assert not cache.exists()
 
 
-class caplog_at_warning(logging.Handler):  # noqa: N801
+class Warnings(logging.Handler):
     """Collect the messages of the index logger."""
 
     def __init__(self) -> None:
@@ -607,7 +607,7 @@ def test_without_locks_there_is_no_index_file(
     with pytest.raises(StorageError) as caught:
         open_at(tmp_path / "i")
     assert caught.value.errno == code
-    with caplog_at_warning() as records:
+    with Warnings() as records:
         for _ in range(2):
             index = open_index(store)
             assert isinstance(index, MemoryIndex)
@@ -627,7 +627,7 @@ def test_lmdb_unable_to_open_changes_nothing_else(
         raise lmdb.LockError("no")
 
     monkeypatch.setattr(lmdb, "Environment", refuse)
-    with caplog_at_warning() as records:
+    with Warnings() as records:
         index = open_index(store)
     assert isinstance(index, MemoryIndex)
     assert len(index) == 2
@@ -645,7 +645,7 @@ def test_something_else_in_the_place_of_the_index(tmp_path: Path, what: str) -> 
     else:
         (place if what == "file" else place.parent.with_name("c")).write_text("x")
         place = place if what == "file" else tmp_path / "c" / "index"
-    with caplog_at_warning():
+    with Warnings():
         index = open_index(store, directory=str(place))
     assert isinstance(index, MemoryIndex)
     assert len(index) == 2
