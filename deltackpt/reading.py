@@ -15,8 +15,9 @@ from typing import Any, cast
 
 import torch
 from deltackpt_store.errors import CorruptionError, DeltackptError, InvalidInputError
+from deltackpt_store.fetch import Request
 from deltackpt_store.manifest import Commit, TensorView
-from deltackpt_store.reader import ChunkReader, Request
+from deltackpt_store.reader import ChunkReader
 from deltackpt_store.store import Store
 
 from . import tree, values

@@ -19,8 +19,8 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
+from deltackpt_store.fetch import Request
 from deltackpt_store.manifest import TensorView
-from deltackpt_store.reader import Request
 
 from .copying import (
     bits,

@@ -8,13 +8,14 @@ from typing import Protocol
 import numpy as np
 
 from deltackpt_store.errors import CorruptionError, UnsupportedFormatError
+from deltackpt_store.fetch import Request
 from deltackpt_store.index import Location, list_packs
 from deltackpt_store.manifest import ID_BYTES
 from deltackpt_store.names import pack_path
 from deltackpt_store.oserror import storage_error
 from deltackpt_store.pack_set import PackSet
 from deltackpt_store.quarantine import QUARANTINE
-from deltackpt_store.reader import ChunkReader, Request
+from deltackpt_store.reader import ChunkReader
 from deltackpt_store.store import Store
 
 _BATCH_BYTES = 32 * 1024 * 1024

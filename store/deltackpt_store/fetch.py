@@ -41,6 +41,10 @@ _REFERENCE_READS = 4096  # references read for one chunk, all depths together
 _HANDLES = 8
 
 
+Request = tuple[bytes, memoryview]
+"""A chunk's id, and memory of its size to be filled with it."""
+
+
 class Task(NamedTuple):
     """One chunk to fetch: its id, the memory it fills, and the record to take it from."""
 

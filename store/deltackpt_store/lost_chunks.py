@@ -9,9 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deltackpt_store.errors import DeltackptError
+from deltackpt_store.fetch import Request
 from deltackpt_store.manifest import ID_BYTES, Ids
 from deltackpt_store.pack_set import PackSet
-from deltackpt_store.reader import UNIT_BYTES, ChunkReader, Request
+from deltackpt_store.read_run import UNIT_BYTES
+from deltackpt_store.reader import ChunkReader
 from deltackpt_store.scrub import BadRecord
 
 _BATCH_BYTES = 16 * UNIT_BYTES

@@ -7,10 +7,11 @@ from collections.abc import Callable, Collection
 import numpy as np
 
 from deltackpt_store.errors import CorruptionError
+from deltackpt_store.fetch import Request
 from deltackpt_store.manifest import ID_BYTES
 from deltackpt_store.mark import Marking
 from deltackpt_store.pack_set import PackSet
-from deltackpt_store.reader import ChunkReader, Request
+from deltackpt_store.reader import ChunkReader
 from deltackpt_store.store import Store
 
 _BATCH_BYTES = 32 * 1024 * 1024

@@ -24,6 +24,7 @@ import numpy as np
 
 from deltackpt_store import child
 from deltackpt_store.descriptors import socket_pair
+from deltackpt_store.fetch import Request
 from deltackpt_store.fileio import FileIO
 from deltackpt_store.pack_set import PackSet
 from deltackpt_store.ring import GIL_FREE_BYTES, memory_file
@@ -58,7 +59,6 @@ class Start(msgspec.Struct, array_like=True, frozen=True):
 Job = list[tuple[bytes, int]]
 """Ids and lengths of chunks, which go into one area, one after the other."""
 
-Request = tuple[bytes, memoryview]
 _Part = TypeVar("_Part")
 
 

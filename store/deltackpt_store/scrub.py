@@ -30,7 +30,7 @@ from deltackpt_store import codecs
 from deltackpt_store.fetch import unreadable
 from deltackpt_store.fileio import FileIO
 from deltackpt_store.pack_set import PackSet
-from deltackpt_store.reader import thread_count
+from deltackpt_store.read_run import thread_count
 from deltackpt_store.scrub_check import BadRecord, Checked, Checker
 from deltackpt_store.scrub_order import (
     MOST_UNIT_BYTES,

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 from blake3 import blake3
-from deltackpt_store import CorruptionError, Store, child, codecs, read_crew, reader
+from deltackpt_store import CorruptionError, Store, child, codecs, read_crew, read_run
 from deltackpt_store.pack import Location, pack_name, pack_path, read_footer
 from deltackpt_store.pack_writer import PackWriter
 from deltackpt_store.read_crew import AREA_BYTES, Helper
@@ -49,7 +49,7 @@ class Crew:
 def crew(monkeypatch: pytest.MonkeyPatch) -> Iterator[Crew]:
     """One helper, whatever there is to read, which is led to its end before anything else."""
     seen = Crew()
-    start, lead, loop, copy = read_crew._start, Helper.lead, reader._Run._loop, read_crew._copy
+    start, lead, loop, copy = read_crew._start, Helper.lead, read_run.Run._loop, read_crew._copy
 
     def noted_start(*arguments: Any) -> Any:
         seen.processes.append(start(*arguments))
@@ -75,7 +75,7 @@ def crew(monkeypatch: pytest.MonkeyPatch) -> Iterator[Crew]:
     monkeypatch.setattr(read_crew, "_start", noted_start)
     monkeypatch.setattr(read_crew, "_copy", noted_copy)
     monkeypatch.setattr(Helper, "lead", noted_lead)
-    monkeypatch.setattr(reader._Run, "_loop", late_loop)
+    monkeypatch.setattr(read_run.Run, "_loop", late_loop)
     yield seen
     assert seen.ended()
     assert not [t for t in threading.enumerate() if t.name == "deltackpt-read"]
@@ -182,7 +182,7 @@ def test_none_is_left_after_an_interrupt(
     def interrupted(run: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(reader._Run, "_loop", interrupted)
+    monkeypatch.setattr(read_run.Run, "_loop", interrupted)
     with pytest.raises(KeyboardInterrupt):
         read(store, CHUNKS)
     assert len(crew.processes) == 1

@@ -26,7 +26,7 @@ from deltackpt_store import (
     UnsupportedFormatError,
     codecs,
     fetch,
-    reader,
+    read_run,
 )
 from deltackpt_store.codecs import Codec, Encoded
 from deltackpt_store.coding import cast
@@ -178,7 +178,7 @@ def test_large_chunks_are_read_straight_into_place(packs: Packs) -> None:
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert all(d == c for c, d in zip(chunks, dests, strict=True))
-    assert peak < 2 * reader.UNIT_BYTES + (1 << 20)
+    assert peak < 2 * read_run.UNIT_BYTES + (1 << 20)
 
 
 def test_memory_is_bounded_for_scattered_and_encoded_chunks(packs: Packs) -> None:
@@ -194,7 +194,7 @@ def test_memory_is_bounded_for_scattered_and_encoded_chunks(packs: Packs) -> Non
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert all(d == c for c, d in zip(chunks, dests, strict=True))
-    assert peak < 2 * reader.UNIT_BYTES + (2 << 20)
+    assert peak < 2 * read_run.UNIT_BYTES + (2 << 20)
 
 
 def test_one_id_many_times(packs: Packs) -> None:
