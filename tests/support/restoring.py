@@ -7,12 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from captured import same
 from deltackpt_store.manifest import Commit, Snapshot
 from deltackpt_store.manifest_io import to_base, to_delta
 from deltackpt_store.store import Store
 from deltackpt_store.store_writer import StoreWriter
+from torch import nn
 
 from deltackpt.capture import capture
+from deltackpt.restore import Restored, restore_into
 
 
 class Keeper:
@@ -78,3 +82,36 @@ class Keeper:
         self._heads[run] = commit
         taken.release()
         return commit
+
+
+def back(keeper: Keeper, state: Any, **options: Any) -> Restored:
+    done = restore_into(keeper.store, state, **options)
+    assert done is not None
+    return done
+
+
+def content(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {key: value.detach().clone() for key, value in module.state_dict().items()}
+
+
+def assert_equal(module: nn.Module, expected: dict[str, torch.Tensor]) -> None:
+    state = module.state_dict()
+    assert list(state) == list(expected)
+    for key, value in expected.items():
+        assert same(state[key], value), key
+
+
+def stepped(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn(parameter.shape, generator=generator, dtype=torch.float32).to(
+            parameter.dtype
+        )
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def pair(seed: int, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, torch.optim.AdamW]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(20, 30), nn.Linear(30, 20)).to(dtype)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1)

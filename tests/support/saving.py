@@ -179,3 +179,7 @@ def gate_staging(monkeypatch: pytest.MonkeyPatch) -> Gate:
     monkeypatch.setattr(Packer, "copy", copy)
     monkeypatch.setattr(stage, "copy_bytes", copy_bytes)
     return gate
+
+
+def full_disk(*args: Any, **kwargs: Any) -> Any:
+    raise OSError(28, "No space left on device")
