@@ -20,7 +20,7 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 SOURCE = Path("store/deltackpt_store/coding/kernels.c")
 # No fused multiply-add: predictions of optimizer steps must have the same bits everywhere.
 FLAGS = ["-O3", "-std=c11", "-Wall", "-Wextra", "-Werror=implicit", "-ffp-contract=off",
-         "-fno-math-errno", "-fvisibility=hidden", "-fPIC", "-shared"]  # fmt: skip
+         "-fno-math-errno", "-fPIC", "-shared"]  # fmt: skip
 
 
 def compile_kernels(source: Path, target: Path) -> str | None:

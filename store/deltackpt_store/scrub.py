@@ -26,27 +26,26 @@ from typing import Any
 
 import numpy as np
 
-from deltackpt_store import codecs
 from deltackpt_store.fetch import unreadable
 from deltackpt_store.fileio import FileIO
 from deltackpt_store.pack_set import PackSet
 from deltackpt_store.read_run import thread_count
 from deltackpt_store.scrub_check import BadRecord, Checked, Checker
 from deltackpt_store.scrub_order import (
-    MOST_UNIT_BYTES,
-    UNIT_BYTES,
+    LEAST_WORK,
+    MOST_WORK,
     Table,
     Unit,
     families,
     odd,
     units,
+    work,
 )
 
 __all__ = ["BadRecord", "Progress", "scrub"]
 
-FORK_BYTES = 256 * 1024 * 1024
+FORK_WORK = 256 * 1024 * 1024
 """With less to do threads are enough: they start at once."""
-_DECODING = 3  # times as much work as reading and hashing, about
 MAX_PROCESSES = 16
 
 Progress = Callable[[int, int], None]
@@ -89,22 +88,21 @@ class _Scrub:
         self._kin = families(self._tables if prove else ())
         stored = [int(t.entries.table["stored"].sum(dtype=np.int64)) for t in self._tables]
         self._total = sum(stored)
-        work = self._total + prove * _DECODING * sum(map(_decoded, self._tables))
-        self._forks = work >= FORK_BYTES and _may_fork(packs.io)
+        todo = sum(int(work(table.entries.table, prove).sum()) for table in self._tables)
+        self._forks = todo >= FORK_WORK and _may_fork(packs.io)
         if self._forks:
             processors = len(os.sched_getaffinity(0))
             self._workers = max(1, threads or min(MAX_PROCESSES, processors))
         else:
             records = sum(len(t.entries) for t in self._tables)
             self._workers = thread_count(threads, self._total, records)
-        size = self._total // (16 * self._workers)
-        self._unit_bytes = min(MOST_UNIT_BYTES, max(UNIT_BYTES, size))
+        self._share = min(MOST_WORK, max(LEAST_WORK, todo // (16 * self._workers)))
         self._progress = progress
         self._done = 0
         self._bad = [bad for table in self._tables for bad in _impossible(table)]
 
     def run(self) -> list[BadRecord]:
-        left = units(self._tables, self._kin, self._unit_bytes)
+        left = units(self._tables, self._kin, self._share, prove=self._prove)
         if self._workers > 1:
             left = self._together(left)
         with self._checker() as checker:
@@ -214,12 +212,6 @@ def _may_fork(io: FileIO) -> bool:
     """Whether the child of a fork could work: not when there are threads, which may hold locks."""
     alone = threading.active_count() == 1 and not current_process().daemon
     return sys.platform == "linux" and type(io) is FileIO and alone
-
-
-def _decoded(table: Table) -> int:
-    """Bytes of chunks that have to be decoded."""
-    rows = table.entries.table
-    return int(rows["raw"].sum(dtype=np.int64, where=rows["codec"] != codecs.RAW))
 
 
 def _impossible(table: Table) -> Iterator[BadRecord]:

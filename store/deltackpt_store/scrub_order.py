@@ -19,9 +19,11 @@ from deltackpt_store import codecs
 from deltackpt_store.fetch import HEAD_BYTES, MAX_DEPTH, SLACK_BYTES
 from deltackpt_store.pack import ENTRY_BYTES, ID_BYTES, MAX_PARAMS, RECORD_BYTES, PackEntries
 
-UNIT_BYTES = 4 * 1024 * 1024
-"""What is handed out at once, at least."""
-MOST_UNIT_BYTES = 32 * 1024 * 1024
+DECODING = 3
+"""Times as much work as reading and hashing, about, per byte that is decoded."""
+LEAST_WORK = 4 * 1024 * 1024
+"""What is handed out at once, at least: bytes read, and `DECODING` times the bytes decoded."""
+MOST_WORK = 128 * 1024 * 1024
 
 FRONT, RAW, CODED, WRONG = range(4)
 """Kinds of pieces: the front of a raw record, its payload, an encoded record, a raw payload that
@@ -59,13 +61,14 @@ Unit = Stretch | Kin
 class Families(NamedTuple):
     """Records that are coded against others, or others against them, in the order of checking.
 
-    Parallel arrays: number of the table, row in it, bytes of payload, number of the family
-    (ascending), and whether another member needs the chunk.
+    Parallel arrays: number of the table, row in it, bytes of payload, the work they are, number of
+    the family (ascending), and whether another member needs the chunk.
     """
 
     table: NDArray[np.int32]
     row: NDArray[np.int32]
     stored: NDArray[np.uint32]
+    work: Ints
     family: NDArray[np.int32]
     needed: Bools
 
@@ -75,8 +78,7 @@ class Families(NamedTuple):
     def part(self, first: int, end: int) -> Families:
         """Members [first, end)."""
         which = slice(first, end)
-        return Families(self.table[which], self.row[which], self.stored[which],
-                        self.family[which], self.needed[which])  # fmt: skip
+        return Families(*(array[which] for array in self))
 
 
 class Pieces(NamedTuple):
@@ -96,6 +98,13 @@ def odd(table: NDArray[Any]) -> Bools:
     """Rows that declare lengths which no writer produces: they are not even read."""
     long = table["stored"].astype(np.int64) > table["raw"].astype(np.int64) + SLACK_BYTES
     return long | ((table["codec"] != codecs.RAW) & (table["header"] > HEAD_BYTES))
+
+
+def work(table: NDArray[Any], prove: bool = True) -> Ints:
+    """What it is to check each of these rows; without `prove` nothing is decoded."""
+    stored = table["stored"].astype(np.int64)
+    coded = table["codec"] != codecs.RAW
+    return stored + DECODING * np.where(coded, table["raw"], 0) if prove else stored
 
 
 def spans(table: NDArray[Any]) -> tuple[Ints, Ints]:
@@ -143,13 +152,15 @@ def families(tables: Sequence[Table]) -> Families:
     wanted = [_keys(t.entries.refs) for t in tables if len(t.entries.refs)]
     if not wanted:
         none = np.empty(0, np.int32)
-        return Families(none, none, np.empty(0, np.uint32), none, np.empty(0, np.bool_))
+        some = np.empty(0, np.int64)
+        return Families(none, none, np.empty(0, np.uint32), some, none, np.empty(0, np.bool_))
     needed = np.unique(np.concatenate(wanted))
     members = [_members(t.entries, needed) for t in tables]
     table = np.repeat(np.arange(len(tables)), [len(m.row) for m in members])
     row = np.concatenate([m.row for m in members])
     start = np.concatenate([m.start for m in members])
     stored = np.concatenate([m.stored for m in members])
+    cost = np.concatenate([m.work for m in members])
     key = np.concatenate([m.key for m in members])
     count = np.concatenate([m.counts for m in members])
     reference = np.concatenate([m.references for m in members])
@@ -173,6 +184,7 @@ def families(tables: Sequence[Table]) -> Families:
         table[order].astype(np.int32),
         row[order].astype(np.int32),
         stored[order].astype(np.uint32),
+        cost[order],
         number.astype(np.int32),
         is_needed[chunk[order]],
     )
@@ -221,6 +233,7 @@ class _Members(NamedTuple):
     row: Ints
     start: Ints
     stored: Ints
+    work: Ints
     key: NDArray[np.uint64]
     counts: Ints
     references: NDArray[np.uint64]
@@ -235,19 +248,29 @@ def _members(entries: PackEntries, needed: NDArray[np.uint64]) -> _Members:
     counts = table["refs"].astype(np.int64)
     reference = _keys(entries.refs)[np.repeat(mine, counts)]
     start, stored = spans(table[rows])[0], table["stored"][rows].astype(np.int64)
-    return _Members(rows, start, stored, keys[rows], counts[rows], reference)
+    return _Members(rows, start, stored, work(table[rows]), keys[rows], counts[rows], reference)
 
 
-def units(tables: Sequence[Table], kin: Families, size: int) -> Iterator[Unit]:
-    """Cut everything into units of about `size` bytes, or of one family where that is larger."""
+def units(
+    tables: Sequence[Table], kin: Families, size: int, *, prove: bool = True
+) -> Iterator[Unit]:
+    """Cut everything into units of about `size` of work, or of one family where that is more."""
     if len(kin):
-        before = np.cumsum(kin.stored, dtype=np.int64) - kin.stored
         starts = np.flatnonzero(np.diff(kin.family, prepend=-1))
-        block = before[starts] // size
-        cuts = starts[np.flatnonzero(np.diff(block, prepend=-1))]
+        cuts = starts[_cuts(_before(kin.work)[starts], size)]
         yield from (Kin(*edge) for edge in pairwise([*cuts.tolist(), len(kin)]))
     for number, (_, entries) in enumerate(tables):
-        table = entries.table
-        if len(table):
-            last = int(table["offset"].max()) + int(table["header"].max())
-            yield from (Stretch(number, at, at + size) for at in range(0, last + 1, size))
+        if len(entries):
+            table = entries.table[np.argsort(entries.table["offset"], kind="stable")]
+            end = int(table["offset"][-1]) + int(table["header"].max()) + 1
+            cuts = table["offset"][_cuts(_before(work(table, prove)), size)]
+            yield from (Stretch(number, *edge) for edge in pairwise([*cuts.tolist(), end]))
+
+
+def _before(work: Ints) -> Ints:
+    return np.cumsum(work) - work
+
+
+def _cuts(before: Ints, size: int) -> Ints:
+    """Where another `size` begins."""
+    return np.flatnonzero(np.diff(before // size, prepend=-1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import shutil
 import subprocess
@@ -180,6 +181,28 @@ def test_a_library_of_another_source_is_not_used(tmp_path: Path) -> None:
     assert kernels.load(tmp_path) is None
     (tmp_path / "kernels.c").unlink()
     assert kernels.load(tmp_path) is None
+
+
+@pytest.mark.parametrize("compiler", ["cc", "gcc", "clang"])
+def test_every_compiler_makes_all_the_loops(
+    compiler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if shutil.which(compiler) is None:
+        pytest.skip(f"no {compiler} here")
+    monkeypatch.setenv("CC", compiler)
+    monkeypatch.syspath_prepend(str(ROOT))
+    build = importlib.import_module("hatch_build")
+    source = Path(shutil.copy(Path(kernels.__file__).with_name("kernels.c"), tmp_path))
+    assert build.compile_kernels(source, source.with_name(kernels.LIBRARY)) is None
+    native = kernels.load(tmp_path)
+    assert native is not None, "a function is missing"
+    stream = random_bytes(1, 5000, 4)
+    per_byte, listed = native.suit(stream)
+    codes, others = native.pack(stream, per_byte, listed)
+    packed = Stream(len(stream), codes, per_byte, listed[: symbols.listed_count(per_byte)], others)
+    out = np.empty(len(stream), np.uint8)
+    native.join([packed], None, out)
+    assert out.tobytes() == stream.tobytes()
 
 
 def test_a_broken_library_is_not_used(tmp_path: Path) -> None:

@@ -16,13 +16,14 @@ from deltackpt_store import scrub as scrub_module
 from deltackpt_store.codecs import DELTA, RAW, Encoded, choose
 from deltackpt_store.coding.planes import encode_delta
 from deltackpt_store.fileio import FileIO, make_directories
-from deltackpt_store.pack import pack_name, pack_path
+from deltackpt_store.pack import pack_name, pack_path, read_footer
 from deltackpt_store.pack_set import PackSet
 from deltackpt_store.pack_writer import PackWriter
 from deltackpt_store.scrub import BadRecord, scrub
 from deltackpt_store.scrub_check import Checked, Checker
-from deltackpt_store.scrub_order import Kin, Stretch, Table, families, odd, pieces, units
+from deltackpt_store.scrub_order import Kin, Stretch, Table, families, odd, pieces, units, work
 from deltackpt_store.store import Store
+from deltackpt_store.store_writer import StoreWriter
 
 CHUNK = 64 * 1024
 COLUMNS, STEPS = 6, 5
@@ -129,6 +130,32 @@ def test_every_record_belongs_to_one_unit(star: Star, size: int) -> None:
     assert seen == Counter(dict.fromkeys(every, 1))
 
 
+@pytest.mark.parametrize("prove", [True, False])
+def test_units_are_alike_in_work_however_well_their_bytes_compress(
+    tmp_path: Path, prove: bool
+) -> None:
+    store = Store.create(tmp_path / "store")
+    rng = np.random.default_rng(5)
+    with StoreWriter(store) as writer:  # records of 30 KB and of 200 bytes, by turns
+        for number in range(40):
+            noise = rng.integers(0, 256, 30_000, np.uint8)
+            writer.put(noise.tobytes() if number // 10 % 2 else bytes([number]) * 30_000)
+        (name,) = writer.flush()
+    entries = read_footer(store.io, pack_path(store.path, name)).entries
+    cost = work(entries.table, prove)
+    assert (cost < 1000).any() != prove
+    size = int(cost.max()) * 2
+    found = list(units([Table(name, entries)], families(()), size, prove=prove))
+    shares = [
+        int(cost[(entries.table["offset"] >= u.first) & (entries.table["offset"] < u.end)].sum())
+        for u in found
+        if isinstance(u, Stretch)
+    ]
+    assert sum(shares) == int(cost.sum())
+    assert len(shares) >= 5
+    assert all(share < size + int(cost.max()) for share in shares)
+
+
 def test_a_base_stands_before_its_deltas_and_they_together(star: Star) -> None:
     tables = star.tables()
     kin = families(tables)
@@ -185,7 +212,7 @@ def test_what_one_pack_lacks_is_read_where_it_lies(star: Star) -> None:
 @pytest.fixture(params=["alone", "threads", "processes"])
 def workers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     kind: str = request.param
-    monkeypatch.setattr(scrub_module, "FORK_BYTES", 0 if kind == "processes" else 1 << 60)
+    monkeypatch.setattr(scrub_module, "FORK_WORK", 0 if kind == "processes" else 1 << 60)
     return 1 if kind == "alone" else 3
 
 
@@ -285,7 +312,7 @@ def test_no_row_is_odd_here(star: Star) -> None:
 
 @pytest.fixture
 def forking(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scrub_module, "FORK_BYTES", 0)
+    monkeypatch.setattr(scrub_module, "FORK_WORK", 0)
 
 
 def children() -> set[int]:

@@ -8,16 +8,18 @@
 #include <stdint.h>
 #include <string.h>
 
-/* With GCC's and Clang's function versions the processor at hand is used well by one file. */
-#if defined(__x86_64__) && defined(__GLIBC__)
+/* With GCC's function versions the processor at hand is used well by one file. (Clang gives such
+   functions other names.) */
+#if !defined(__x86_64__) || !defined(__GLIBC__) || defined(__clang__)
+#define FAST
+#elif __GNUC__ < 12
 #define FAST __attribute__((target_clones("avx2", "default")))
 #else
-#define FAST
+#define FAST __attribute__((target_clones("arch=x86-64-v4", "avx2", "default")))
 #endif
-#define API __attribute__((visibility("default"))) FAST
 
 /* What this was compiled from: kernels.py does not take it for another source. */
-__attribute__((visibility("default"))) const uint32_t kernels_source = SOURCE;
+const uint32_t kernels_source = SOURCE;
 
 enum { BLOCK = 2048, SAMPLE = 2048, NIBBLES = 2, CRUMBS = 4 };
 
@@ -83,7 +85,7 @@ INNER pair8(const uint8_t *const *from, size_t n, uint64_t *restrict to) {
 /* Cuts `values`, or their zig-zag coded differences to `base` if it is not null, into byte planes of
    `count` bytes each. */
 #define SPLIT(WORD, SIGNED, NEAR, WIDTH)                                                           \
-  API void split_##WIDTH(const NEAR *values, const NEAR *base, size_t count, uint8_t *planes) {    \
+  FAST void split_##WIDTH(const NEAR *values, const NEAR *base, size_t count, uint8_t *planes) {   \
     WORD block[BLOCK];                                                                             \
     for (size_t at = 0; at < count; at += BLOCK) {                                                 \
       size_t n = count - at < BLOCK ? count - at : BLOCK;                                          \
@@ -120,7 +122,7 @@ static inline __attribute__((always_inline)) uint64_t equals(const uint8_t *code
 
 /* How a stream of `size` bytes is best packed, judged on a sample: symbols to a byte (0, 2 or 4), and
    the values to list (15, the most frequent first, of equals the lowest). */
-API int symbols_suit(const uint8_t *stream, size_t size, uint8_t *listed) {
+FAST int symbols_suit(const uint8_t *stream, size_t size, uint8_t *listed) {
   uint32_t counts[256] = {0}; /* above the value's complement, so that the highest is the one */
   uint32_t total = 0, sum = 0, three = 0;
   for (size_t i = 0, step = size / SAMPLE | 1; i < size; i += step, total++) counts[stream[i]]++;
@@ -141,12 +143,10 @@ API int symbols_suit(const uint8_t *stream, size_t size, uint8_t *listed) {
 
 /* Packs the places of all bytes in `listed`, the first in the low bits, the last byte filled up with
    zeros; bytes that are not listed get the highest code and go to `others`. Returns how many. */
-API size_t symbols_pack(const uint8_t *stream, size_t size, int per_byte, const uint8_t *listed,
+FAST size_t symbols_pack(const uint8_t *stream, size_t size, int per_byte, const uint8_t *listed,
                         uint8_t *packed, uint8_t *others) {
-  uint8_t place[256], codes[BLOCK], last = per_byte == CRUMBS ? 3 : 15;
+  uint8_t codes[BLOCK], last = per_byte == CRUMBS ? 3 : 15;
   size_t count = 0;
-  memset(place, 15, sizeof place);
-  for (int i = 0; i < 15 && per_byte == NIBBLES; i++) place[listed[i]] = (uint8_t)i;
   for (size_t at = 0; at < size; at += BLOCK) {
     size_t n = size - at < BLOCK ? size - at : BLOCK;
     const uint8_t *bytes = stream + at;
@@ -156,7 +156,11 @@ API size_t symbols_pack(const uint8_t *stream, size_t size, int per_byte, const 
       for (size_t i = 0; i < n; i++)
         codes[i] = bytes[i] == zero ? 0 : bytes[i] == one ? 1 : bytes[i] == two ? 2 : 3;
     } else {
-      for (size_t i = 0; i < n; i++) codes[i] = place[bytes[i]];
+      for (size_t i = 0; i < n; i++) {
+        uint8_t byte = bytes[i], code = 15;
+        for (int k = 0; k < 15; k++) code ^= byte == listed[k] ? 15 ^ k : 0;
+        codes[i] = code;
+      }
     }
     for (size_t from = 0; from < n; from += 64)
       for (uint64_t found = equals(codes + from, last); found; found &= found - 1)
@@ -178,8 +182,7 @@ API size_t symbols_pack(const uint8_t *stream, size_t size, int per_byte, const 
 }
 
 /* One block of codes, one to a byte. */
-INNER expand(const uint8_t *packed, size_t n,
-                                                         int per_byte, uint8_t *codes) {
+INNER expand(const uint8_t *packed, size_t n, int per_byte, uint8_t *codes) {
   if (per_byte == CRUMBS) {
     uint32_t words[BLOCK / 4];
     for (size_t i = 0; i < (n + 3) / 4; i++) {
@@ -196,7 +199,7 @@ INNER expand(const uint8_t *packed, size_t n,
 }
 
 /* How many of the first `size` codes are the highest: as many others follow. */
-API size_t symbols_others(const uint8_t *packed, size_t size, int per_byte) {
+FAST size_t symbols_others(const uint8_t *packed, size_t size, int per_byte) {
   uint8_t codes[BLOCK], last = per_byte == CRUMBS ? 3 : 15;
   size_t count = 0;
   for (size_t at = 0; at < size; at += BLOCK) {
@@ -218,23 +221,37 @@ struct stream {
   uint8_t step, others_step, per_byte, listed[15], padding[6];
 };
 
+/* The values of `n` codes; both have room for 16 at a time, which processors look up at once. */
+INNER look_up(const uint8_t *values, const uint8_t *codes, size_t n, uint8_t *out) {
+#if defined(__GNUC__) && !defined(__clang__)
+  typedef uint8_t sixteen __attribute__((vector_size(16)));
+  sixteen table, some;
+  memcpy(&table, values, 16);
+  for (size_t i = 0; i < n; i += 16) {
+    memcpy(&some, codes + i, 16);
+    some = __builtin_shuffle(table, some);
+    memcpy(out + i, &some, 16);
+  }
+#else
+  for (size_t i = 0; i < n; i++) out[i] = values[codes[i]];
+#endif
+}
+
 /* The `n` values of a packed stream from `at` on; `next` of the others have been used before. */
-INNER unpack(const struct stream *s, size_t at, size_t n,
-                                                         size_t *next, uint8_t *out) {
+INNER unpack(const struct stream *s, size_t at, size_t n, size_t *next, uint8_t *out) {
   uint8_t codes[BLOCK], same[BLOCK / 2], values[16], last = s->per_byte == CRUMBS ? 3 : 15;
   const uint8_t *packed = s->bytes + at / s->per_byte;
   memcpy(values, s->listed, last);
   memset(values + last, 0, sizeof values - last);
   if (!s->step) packed = memset(same, s->bytes[0], sizeof same);
+  expand(packed, n, s->per_byte, codes);
+  if (n < BLOCK) memset(codes + n, 0, BLOCK - n);
   if (s->per_byte == CRUMBS) {
-    expand(packed, n, CRUMBS, codes);
     for (size_t i = 0; i < n; i++)
       out[i] = codes[i] == 0 ? values[0] : codes[i] == 1 ? values[1] : values[2];
   } else {
-    expand(packed, n, NIBBLES, codes);
-    for (size_t i = 0; i < n; i++) out[i] = values[codes[i]];
+    look_up(values, codes, n, out);
   }
-  if (n < BLOCK) memset(codes + n, 0, BLOCK - n);
   for (size_t from = 0; from < n; from += 64)
     for (uint64_t found = equals(codes + from, last); found; found &= found - 1)
       out[from + (size_t)__builtin_ctzll(found)] = s->others[s->others_step * (*next)++];
@@ -243,7 +260,7 @@ INNER unpack(const struct stream *s, size_t at, size_t n,
 /* Undoes SPLIT: the streams are byte planes of `count` bytes. `base` may be null, and `values` may be
    the same memory as `base`. */
 #define JOIN(WORD, NEAR, WIDTH)                                                                    \
-  API void join_##WIDTH(const struct stream *streams, size_t count, const NEAR *base,              \
+  FAST void join_##WIDTH(const struct stream *streams, size_t count, const NEAR *base,             \
                         NEAR *values) {                                                            \
     WORD block[BLOCK];                                                                             \
     uint8_t bytes[WIDTH][BLOCK];                                                                   \
@@ -275,7 +292,7 @@ JOIN(uint64_t, near64, 8)
 
 /* float32 to bfloat16, to the nearest, ties to even. Returns whether a NaN was among them, which
    are the caller's to settle. */
-API int round_bfloat16(const void *floats, size_t count, void *halves) {
+FAST int round_bfloat16(const void *floats, size_t count, void *halves) {
   uint32_t block[BLOCK];
   uint16_t rounded[BLOCK];
   uint32_t wrong = 0;
@@ -302,7 +319,7 @@ static inline __attribute__((always_inline)) float settled(float value) {
 /* One step of adam.advance, in place. `numbers`: 1 - beta1, beta2, 1 - beta2, eps, decay, minus the
    step size, root; `weight` and `largest` may be null. Compiled without fused multiply-add, or the
    bits would depend on the processor. */
-API void adam_step(const float *numbers, const float *before, const float *after, float *second,
+FAST void adam_step(const float *numbers, const float *before, const float *after, float *second,
                    float *weight, float *largest, size_t count) {
   float rest1 = numbers[0], beta2 = numbers[1], rest2 = numbers[2], eps = numbers[3];
   float decay = numbers[4], size = numbers[5], root = numbers[6];

@@ -32,6 +32,8 @@ _STREAM = struct.Struct("<QQBBB15s6x")  # struct stream of the source
 _POINTER, _SIZE, _INT = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
 _BYTE = ctypes.c_char
 _LISTED = ctypes.c_char * 15
+_bytes_at = ctypes.pythonapi.PyBytes_AsString
+_bytes_at.restype, _bytes_at.argtypes = _POINTER, (ctypes.py_object,)
 
 
 class Stream(NamedTuple):
@@ -127,6 +129,8 @@ def _address(data: Any) -> int | None:
     """Of an array or other buffer; None where there is nothing."""
     if data is None or not len(data):
         return None
+    if type(data) is bytes:
+        return _bytes_at(data)
     try:
         return ctypes.addressof(_BYTE.from_buffer(data))  # three times as quick as NumPy
     except TypeError:  # memory that is only to be read
