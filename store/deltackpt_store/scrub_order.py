@@ -78,7 +78,8 @@ class Families(NamedTuple):
     def part(self, first: int, end: int) -> Families:
         """Members [first, end)."""
         which = slice(first, end)
-        return Families(*(array[which] for array in self))
+        return Families(self.table[which], self.row[which], self.stored[which], self.work[which],
+                        self.family[which], self.needed[which])  # fmt: skip
 
 
 class Pieces(NamedTuple):
