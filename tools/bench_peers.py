@@ -29,7 +29,9 @@ def fsync_tree(folder: Path) -> None:
 
 
 def tree_bytes(folder: Path) -> int:
-    return sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
+    """Bytes of all files but deltackpt's local index, which is no part of what is stored."""
+    files = (p for p in folder.rglob("*") if "cache" not in p.relative_to(folder).parts)
+    return sum(p.stat().st_size for p in files if p.is_file())
 
 
 class Peer:
