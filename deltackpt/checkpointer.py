@@ -13,6 +13,7 @@ from typing import Any, Literal, Self
 import torch
 from deltackpt_store.errors import (
     ConflictError,
+    CorruptionError,
     DeltackptError,
     InvalidInputError,
     NotFoundError,
@@ -82,8 +83,11 @@ class Checkpointer:
     :meth:`step` logs failures and never raises them.
 
     **Threads.** One thread at a time calls `save`, `step`, `restore` and `close`: the training
-    thread. `lock` and the handles may be used from any thread, `preempted` and `should_save` also
-    from signal handlers. In a forked child every call raises `StateError` (kind "forked").
+    thread. What other threads write to copied tensors during a call of `save` (as far as PyTorch
+    counts it) is copied again, until all copies are those of one moment; when that does not come
+    to an end, `save` raises the error of a torn save, and the next `step` saves. `lock` and the
+    handles may be used from any thread, `preempted` and `should_save` also from signal handlers.
+    In a forked child every call raises `StateError` (kind "forked").
     """
 
     def __init__(
@@ -302,15 +306,19 @@ class Checkpointer:
             self._pipeline.wait_room()
         overlap = self._may_overlap()
         previous = self._previous
-        captured = capture(
-            self._state,
-            chunk_bytes=self._options.chunk_bytes,
-            rng=self._options.rng,
-            live=None if overlap else _everything,
-            previous=previous,
-            pool=self._pool,
-            copied=self._pipeline.restless.paths if overlap else (),
-        )
+        try:
+            captured = capture(
+                self._state,
+                chunk_bytes=self._options.chunk_bytes,
+                rng=self._options.rng,
+                live=None if overlap else _everything,
+                previous=previous,
+                pool=self._pool,
+                copied=self._pipeline.restless.paths if overlap else (),
+            )
+        except CorruptionError:  # another thread went on writing to a tensor
+            self._deferred = True
+            raise
         if captured.signs and not self._pipeline.failures.comparable:
             overlap = False  # nothing could prove that what ought to be still has been so
         if not self._warned and (previous is None or previous.layout is not captured.layout):

@@ -23,8 +23,9 @@ from . import landing, spans
 from .buffers import BufferPool, Lease
 from .landing import CopyFigures, Landing
 from .probing import Facts, Probe, probe
+from .restless import torn
 from .small import SmallBytes
-from .sources import Signs, Source, Taken, sign_of
+from .sources import Signs, Source, Taken, sign_of, version_of
 from .tensors import refuse_unsupported
 from .values import dtype_name
 from .views import dress, rebuild
@@ -33,6 +34,7 @@ __all__ = ["BufferPool", "Source", "dress", "dtype_name", "plan", "probe", "rebu
 
 _ALIGN = 256  # of private copies inside one buffer
 _MEMMOVE_BYTES = 256 << 10  # up to here a plain memmove beats the overhead of a tensor copy
+_ROUNDS = 4  # of copying what another thread is changing
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
@@ -257,7 +259,10 @@ class Plan:
                 else:
                     leases.append(Lease(buffer))
                     held = buffer.numel()
+                    versions = self._versions(stay, tensors)
                     self._keep(stay, parts, tensors, places, sources)
+                    if way is None:
+                        self._settle(stay, versions, tensors, places, sources)
             if way is not None:
                 cost = self._land(landed, device, way, tensors, places, sources, pool, leases)
                 figures[str(device)] = replace(cost, device_bytes=cost.device_bytes + held)
@@ -290,6 +295,42 @@ class Plan:
                 self._fill(e, out, tensors, places)
             sources[e] = Source(out, False, self._keys[e], None)
             at += nbytes + -nbytes % _ALIGN
+
+    def _versions(self, extents: list[int], tensors: Sequence[Tensor]) -> list[list[int]]:
+        """What PyTorch counts of writes to the tensors over each extent."""
+        return [[version_of(tensors[i]) for i in self._cuts[e].members] for e in extents]
+
+    def _settle(
+        self,
+        extents: list[int],
+        versions: list[list[int]],
+        tensors: Sequence[Tensor],
+        places: _Places,
+        sources: Mapping[int, Source],
+    ) -> None:
+        """Make copies that another thread may have written into ones of a single moment.
+
+        What was written to since its `versions` is copied again, until nothing differs from the
+        copy before: all extents held what they hold now when the last round began.
+        `CorruptionError` (kind "torn") when that does not come to an end.
+        """
+        changed: list[int] = []
+        for _ in range(_ROUNDS):
+            now = self._versions(extents, tensors)
+            moved = [e for e, old, new in zip(extents, versions, now, strict=True) if old != new]
+            versions, changed = now, []
+            for e in moved:
+                again = torch.empty_like(sources[e].data)
+                self._fill(e, again, tensors, places)
+                if not torch.equal(again, sources[e].data):
+                    sources[e].data.copy_(again)
+                    changed.append(e)
+            if not changed:
+                return
+        raise torn(
+            [self._cuts[e].path for e in changed],
+            "keep other threads from changing it while save() or step() runs",
+        )
 
     def _land(
         self,

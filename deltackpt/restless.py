@@ -20,14 +20,19 @@ LIMIT = 3
 _SHOWN = 5
 
 
-def torn(paths: Sequence[str]) -> CorruptionError:
+_LOCK_HINT = (
+    "call lock() of the checkpointer before modifying it outside of an optimizer's step,"
+    " or save with overlap=False"
+)
+
+
+def torn(paths: Sequence[str], hint: str = _LOCK_HINT) -> CorruptionError:
     """The error of a save whose tensors `paths` were modified while it read them."""
     more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
     return CorruptionError(
         f"tensor {paths[0]}{more} was modified while it was being saved",
         kind="torn",
-        hint="call lock() of the checkpointer before modifying it outside of an optimizer's"
-        " step, or save with overlap=False",
+        hint=hint,
         tensor=paths[0],
         tensors=tuple(paths),
     )

@@ -43,10 +43,14 @@ class Source(msgspec.Struct, frozen=True, gc=False):
     still: bool = False
 
 
+def version_of(tensor: Tensor) -> int:
+    """How often it was written to, as PyTorch counts (-1: nobody does, of an inference tensor)."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
 def sign_of(data: Tensor, owner: Tensor) -> Sign:
-    """Where `data` lies now, and the version of `owner` (-1: nobody counts that of an inference
-    tensor)."""
-    return data.data_ptr(), -1 if owner.is_inference() else owner._version
+    """Where `data` lies now, and the version of `owner`."""
+    return data.data_ptr(), version_of(owner)
 
 
 class Taken(NamedTuple):

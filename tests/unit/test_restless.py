@@ -16,6 +16,7 @@ from deltackpt_store.errors import CorruptionError
 from saving import Gate, Opener, Recorder, Training, assert_same, opener, saved, steps
 from torch import nn
 
+import deltackpt.extents as extents_module
 import deltackpt.stage as stage_module
 from deltackpt import events
 from deltackpt.restless import LIMIT
@@ -331,3 +332,61 @@ def test_after_a_few_torn_saves_nothing_overlaps_any_more(
     assert lost == [0, 2, 4]
     assert "everything is read" in caplog.text
     ckpt.close()
+
+
+# other threads -----------------------------------------------------------------------------------
+
+
+class Elsewhere:
+    """Writes to two tensors of a state while a save copies one of them, as a thread might."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.state = {"a": torch.zeros(200, 20)[:, ::2], "b": torch.zeros(70_000)}
+        self.left = 0  # writes to come
+        real = extents_module.Plan._fill
+
+        def fill(plan: Any, *of_extent: Any) -> None:
+            real(plan, *of_extent)
+            if self.left:
+                self.left -= 1
+                for tensor in self.state.values():
+                    tensor += 1
+
+        monkeypatch.setattr(extents_module.Plan, "_fill", fill)
+
+
+@pytest.mark.parametrize("writes", [1, 2, 3])
+def test_what_another_thread_writes_is_copied_again(
+    opened: Opener, path: Path, monkeypatch: pytest.MonkeyPatch, writes: int
+) -> None:
+    """One tensor was stored as it was before the write, the other as it was after it."""
+    elsewhere = Elsewhere(monkeypatch)
+    ckpt = opened(Training().objects | elsewhere.state)
+    ckpt.lock()  # so that saves may overlap, and copy
+    elsewhere.left = writes
+    ckpt.save(0).result()
+    found = saved(path, 0)
+    assert {float(value) for name in "ab" for value in found[name].unique()} == {float(writes)}
+
+
+def test_a_thread_that_writes_on_and_on_tears_the_save(
+    opened: Opener, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere = Elsewhere(monkeypatch)
+    ckpt = opened(Training().objects | elsewhere.state, every=100)
+    ckpt.lock()
+    elsewhere.left = 1000
+    for attempt in (lambda: ckpt.save(1), lambda: ckpt.step(2)):
+        with pytest.raises(CorruptionError, match="modified while") as caught:
+            attempt()
+        assert (caught.value.kind, caught.value.context["tensor"]) == ("torn", "a")
+        assert "other threads" in str(caught.value.hint)
+        assert ckpt.should_save()
+    elsewhere.left = 0
+    handle = ckpt.step(3)
+    assert handle is not None
+    handle.result()
+    assert steps(path) == [3]
+    assert all(
+        bool((saved(path, 3)[name] == tensor).all()) for name, tensor in elsewhere.state.items()
+    )
