@@ -21,7 +21,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .copying import overwritten, writable_layout
-from .keys import KeyMap, check_matched, map_key, of_module
+from .keys import KeyMap, check_matched, map_key, of_module, unwrapped
 from .nodes import Leaves
 from .params import optimizer_names
 from .paths import key_of, segments
@@ -100,6 +100,8 @@ class Plan:
         )
         check_matched(key_map, {path: _keys_below(step, path) for path in module_paths})
         recorded = _recorded_names(step, key_map, module_paths)
+        if key_map is not None:  # wrapper names of either side count no more than in the modules
+            recorded, present = _without_wrappers(recorded, present, module_paths)
         for path, keys, value in found.all:
             node = _selected(step, descend(root, keys))
             if step.partial and not isinstance(value, nn.Module) and node is not None:
@@ -351,16 +353,43 @@ def _recorded_names(
             f"step {step.name} is damaged: it has no list of names for an optimizer's parameters",
             kind="structure", run=step.commit.run, step=step.commit.step,
         )  # fmt: skip
-    if key_map is None or key_map == "unwrap":  # wrappers are not in the recorded names
+    if key_map is None or key_map == "unwrap":
         return recorded
+
+    def renamed(path: str, name: str) -> str:
+        return map_key(of_module(key_map, path), name)
+
+    return {path: _renamed(names, modules, renamed) for path, names in recorded.items()}
+
+
+_Names = dict[str, list[str | None]]
+
+
+def _without_wrappers(
+    recorded: _Names, present: _Names, modules: Sequence[str]
+) -> tuple[_Names, _Names]:
+    """The names of both sides without what wrappers put into them, where that keeps them apart."""
+    there, here = dict(recorded), dict(present)
+    for path in recorded.keys() & present.keys():
+        both = recorded[path], present[path]
+        old, new = (_renamed(names, modules, lambda _, name: unwrapped(name)) for names in both)
+        if [len(set(old)), len(set(new))] == [len(set(names)) for names in both]:
+            there[path], here[path] = old, new
+    return there, here
+
+
+def _renamed(
+    names: Iterable[str | None], modules: Sequence[str], rename: Callable[[str, str], str]
+) -> list[str | None]:
+    """Names of parameters, in which `rename` (of a module's path and the rest) made the rest."""
 
     def renamed(name: str | None) -> str | None:
         for path in sorted(modules, key=len, reverse=True):
             if name is not None and name.startswith(f"{path}/"):
-                return f"{path}/{map_key(of_module(key_map, path), name[len(path) + 1 :])}"
+                return f"{path}/{rename(path, name[len(path) + 1 :])}"
         return name
 
-    return {path: list(map(renamed, names)) for path, names in recorded.items()}
+    return list(map(renamed, names))
 
 
 def _are_names(names: Any) -> bool:

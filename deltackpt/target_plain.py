@@ -4,7 +4,8 @@ The checkpoint says what exists. Dicts, lists and deques of the target are chang
 exactly the saved entries, in the saved order; entries that the checkpoint lacks are removed. A
 tensor (or NumPy array) that is there with the saved dtype and shape is written in place, so that
 other references to it see the restored values. Everything else is replaced by a new value. What
-cannot change in place (a number, a tuple, a set, ...) is replaced in the container that holds it.
+cannot change in place (a number, a tuple, a set, a dict where an OrderedDict was saved, ...) is
+replaced in the container that holds it.
 
 A tensor of another dtype or shape is a mismatch, unless one of the two has no elements: then the
 saved one takes its place. Live objects inside the containers (modules, optimizers, ...) stay.
@@ -12,15 +13,16 @@ saved one takes its place. Live objects inside the containers (modules, optimize
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
+from deltackpt_store.values_decode import FACTORIES
 
 from .copying import copy_bits, copy_values, repeats_like, writable_layout
-from .nodes import kind_of
+from .nodes import MAPPINGS, kind_of
 from .paths import segments
 from .reading import Step
 from .targets import (
@@ -266,7 +268,9 @@ class PlainTarget:
     def _put(self, value: Any, saved: Any, merged: dict[Any, Any]) -> Any:
         """`value` changed (later, by an action) to hold `merged`, or a new container that does."""
         items = list(merged.values())
-        if is_a(value, dict):
+        if is_a(value, dict) and not _of_other_kind(value, saved):
+            if is_a(value, defaultdict) and is_a(saved, defaultdict):
+                self._actions.append(lambda: _take_factory(value, saved))
             self._actions.append(lambda: _refill(value, merged))
             return value
         if is_a(value, list) and is_a(saved, list):
@@ -299,6 +303,18 @@ def _raw(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 def _live(value: Any) -> bool:
     """Whether a live object is or lies in `value`: such an entry is never taken away."""
     return is_stateful(value) or any(map(_live, (items_of(value) or {}).values()))
+
+
+def _of_other_kind(value: Any, saved: Any) -> bool:
+    """Whether two mappings are of two of the kinds that are saved."""
+    kinds = {kind_of(value), kind_of(saved)}
+    return len(kinds) == 2 and kinds <= MAPPINGS.keys()
+
+
+def _take_factory(target: defaultdict[Any, Any], saved: defaultdict[Any, Any]) -> None:
+    """A factory that is code was not saved: it stays."""
+    if target.default_factory is None or target.default_factory in FACTORIES.values():
+        target.default_factory = saved.default_factory
 
 
 def _refill(target: dict[Any, Any], items: Mapping[Any, Any]) -> None:

@@ -36,6 +36,7 @@ from deltackpt_store.errors import CorruptionError, InvalidInputError
 from deltackpt_store.layout_check import MAX_LEAVES, MAX_STRUCTURE_BYTES, check_structure
 from deltackpt_store.values import (
     MAX_DEPTH,
+    check_namedtuple,
     dtype_description,
     encode_key,
     encode_node,
@@ -227,7 +228,10 @@ class Walker:
         kind = kind_of(value)
         if kind in MAPPINGS:
             return self._mapping(value, path, depth, origin)
-        fields: Sequence[str] = value._fields if is_namedtuple(kind) else ()
+        fields: Sequence[str] = ()
+        if is_namedtuple(kind):
+            check_namedtuple(kind, path)
+            fields = value._fields
         compiled = SequenceNode(value)
         nodes: list[Any] = []
         for i, item in enumerate(value):

@@ -67,7 +67,7 @@ from deltackpt_store.values_decode import (
 )
 
 __all__ = [
-    "MAX_DEPTH", "MAX_DOCUMENT_BYTES", "Placeholder", "decode", "decode_node",
+    "MAX_DEPTH", "MAX_DOCUMENT_BYTES", "Placeholder", "check_namedtuple", "decode", "decode_node",
     "dtype_description", "dtype_from_description", "encode", "encode_key", "encode_node",
     "is_namedtuple", "is_scalar", "is_value", "make_defaultdict", "refuse", "register",
 ]  # fmt: skip
@@ -349,6 +349,14 @@ def _encode_enum(value: enum.Enum) -> list[Any]:
             "save value.value",
         )
     return ["enum", kind.__module__, kind.__qualname__, name]
+
+
+def check_namedtuple(kind: type, path: str) -> None:
+    """`InvalidInputError` for the namedtuple class of a value at `path` that no load could find."""
+    try:
+        _check_found(kind, "a namedtuple", "tuple(value)")
+    except _RefusedError as refusal:
+        raise refuse(path, refusal.reason, refusal.hint) from None
 
 
 def _check_found(kind: Any, what: str, instead: str) -> None:

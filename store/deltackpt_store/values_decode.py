@@ -229,7 +229,13 @@ def _array(payload: list[Any], depth: int) -> np.ndarray[Any, Any]:
 
 def _numpy_scalar(payload: list[Any], depth: int) -> Any:
     description, data = payload
-    return _array([description, [], data], depth)[()]
+    scalar = _array([description, [], data], depth)[()]
+    if isinstance(scalar, np.bytes_):  # an array cuts off the zeros at the end of its strings
+        return np.bytes_(data)
+    if isinstance(scalar, np.str_):
+        order = "be" if read_dtype(description).str.startswith(">") else "le"
+        return np.str_(data.decode(f"utf-32-{order}", "surrogatepass"))
+    return scalar
 
 
 def _attributes(scope: object) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -305,6 +305,48 @@ def test_key_map_also_renames_the_optimizer_s_parameters(keeper: Keeper) -> None
     assert other.state[target["new"].weight]["step"] == 1
 
 
+@pytest.mark.parametrize("wrapped_first", [False, True])
+def test_key_map_ignores_wrappers_in_the_names_of_an_optimizer_s_parameters(
+    keeper: Keeper, wrapped_first: bool
+) -> None:
+    """The module was restored, and its optimizer refused: its wrapper is no class of PyTorch's."""
+    # case 147, case 41
+
+    def made(wrapped: bool) -> tuple[nn.Module, torch.optim.AdamW]:
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        whole = nn.ModuleDict({"module": model}) if wrapped else model
+        parameters = list(model.parameters())
+        return whole, torch.optim.AdamW(parameters[::-1] if wrapped else parameters)
+
+    model, optimizer = made(wrapped_first)
+    for number, parameter in enumerate(model.parameters()):
+        parameter.grad = torch.full_like(parameter, number + 1.0)
+    optimizer.step()
+    keeper.save({"model": model, "optimizer": optimizer}, 1)
+    target, other = made(not wrapped_first)
+    with pytest.raises(MismatchError):
+        back(keeper, {"model": target, "optimizer": other})
+    adding: Any = {"module.": ""} if wrapped_first else {"": "module."}
+    for key_map in ("unwrap", adding):
+        other.state.clear()
+        back(keeper, {"model": target, "optimizer": other}, key_map=key_map)
+        for old, new in zip(model.parameters(), target.parameters(), strict=True):
+            assert same(new, old)
+            assert same(other.state[new]["exp_avg"], optimizer.state[old]["exp_avg"])
+
+
+def test_key_map_for_a_compiled_model_reaches_its_optimizer(keeper: Keeper) -> None:
+    # case 147
+    plain = nn.Linear(3, 3)
+    optimizer = torch.optim.AdamW(plain.parameters())
+    stepped(plain, optimizer, 1)
+    keeper.save({"model": plain, "optimizer": optimizer}, 1)
+    compiled = nn.ModuleDict({"_orig_mod": nn.Linear(3, 3)})  # as torch.compile names it
+    other = torch.optim.AdamW(compiled.parameters())
+    back(keeper, {"model": compiled, "optimizer": other}, key_map={"": "_orig_mod."})
+    assert len(other.state) == 2
+
+
 class Hooked(nn.Module):
     """Counts and extra state, as user modules have them."""
 
@@ -544,6 +586,44 @@ def test_containers_take_the_saved_form_in_place(keeper: Keeper) -> None:
     assert meta[3] == {4}
     assert type(inner["new"]) is tuple
     assert done.values == {}
+
+
+def test_containers_of_another_kind_are_replaced(keeper: Keeper) -> None:
+    """They kept the type they had here, a defaultdict its factory."""
+    # case 28, case 29
+    live = torch.zeros(2)
+    saved: dict[str, Any] = {
+        "od": OrderedDict(b=1, a=torch.ones(2)), "dd": defaultdict(list, x=[1]),
+        "ctr": Counter("aab"), "d": {"k": 1}, "factory": defaultdict(int, n=2), "deep": [Counter()],
+    }  # fmt: skip
+    keeper.save({"meta": saved, "top": Counter("x")}, 1)
+    factory = defaultdict[str, Any](list)
+    meta: dict[str, Any] = {
+        "od": {"a": live, "b": 0}, "dd": {"x": [5]}, "ctr": defaultdict(int),
+        "d": OrderedDict(k=0), "factory": factory, "deep": [{"old": 1}],
+    }  # fmt: skip
+    state = {"meta": meta, "top": {"y": 2}}
+    done = back(keeper, state)
+    assert {key: type(value) for key, value in meta.items()} == {
+        key: type(value) for key, value in saved.items()
+    }
+    assert meta["od"]["a"] is live
+    assert live.tolist() == [1.0, 1.0]
+    assert list(meta["od"]) == ["b", "a"]
+    assert (meta["dd"], meta["dd"].default_factory) == ({"x": [1]}, list)
+    assert (meta["ctr"], meta["d"], meta["deep"]) == (Counter("aab"), {"k": 1}, [Counter()])
+    assert meta["factory"] is factory
+    assert (factory, factory.default_factory) == ({"n": 2}, int)
+    assert type(state["top"]) is Counter
+    assert set(done.values) == {"top"}
+
+    class Own(dict[str, Any]):
+        pass
+
+    own, code = Own(z=1), defaultdict[str, Any](lambda: 5)
+    back(keeper, {"meta": {**meta, "d": own, "factory": code}, "top": Counter()})
+    assert own == {"k": 1}
+    assert (code, code["new"]) == ({"n": 2, "new": 5}, 5)
 
 
 def test_what_cannot_change_in_place_is_returned_and_assigned(keeper: Keeper) -> None:

@@ -181,6 +181,17 @@ def test_what_cannot_be_saved_is_named(bad: Any) -> None:
     assert caught.value.hint
 
 
+def test_a_namedtuple_that_no_load_would_find_is_refused() -> None:
+    """It came back as a plain tuple: what holds a tensor, and what does not."""
+    # case 36
+    local: Any = collections.namedtuple("Local", "inner")
+    for bad in (local(1), local(torch.ones(2)), local([1, {}]), local(local(None))):
+        for state in ({"meta": {"p": bad}}, {"meta": {"p": {"q": [0, bad]}}}):
+            with pytest.raises(InvalidInputError, match="top of a module") as caught:
+                take(state)
+            assert caught.value.context["path"] in ("meta/p", "meta/p/q/1")
+
+
 @pytest.mark.parametrize("bad", [torch.zeros(3), nn.Linear, lambda: 1, (1, object())])
 def test_a_key_that_cannot_be_saved_is_called_one(bad: Any) -> None:
     # case 29, case 36

@@ -73,6 +73,7 @@ VALUES: list[Any] = [
     datetime.datetime(2024, 1, 1, tzinfo=datetime.timezone(-datetime.timedelta(hours=3.5), "X")),
     datetime.datetime(2024, 1, 1, tzinfo=zoneinfo.ZoneInfo("UTC")),
     np.float32(1.5), np.int64(-3), np.bool_(True), np.str_("é"), np.str_(""), np.bytes_(b"x"),
+    np.str_("x\0"), np.str_("\0\0"), np.str_("\U0001f600\0"), np.bytes_(b"a\0"), np.bytes_(b"\0"),
     np.datetime64("2020-01-01T00:00", "ns"), np.complex64(1j), np.dtype("<f4"),
     torch.bfloat16, torch.float8_e4m3fn, torch.device("cuda:1"), torch.device("cpu"),
     torch.Size([2, 3]), torch.Size([]), torch.strided, torch.channels_last,
