@@ -306,9 +306,11 @@ def _live(value: Any) -> bool:
 
 
 def _of_other_kind(value: Any, saved: Any) -> bool:
-    """Whether two mappings are of two of the kinds that are saved."""
+    """Whether two mappings are of two of the kinds that are saved. (A dict takes what a module's
+    state_dict holds.)"""
     kinds = {kind_of(value), kind_of(saved)}
-    return len(kinds) == 2 and kinds <= MAPPINGS.keys()
+    of_module = hasattr(saved, "_metadata") and kind_of(value) is dict
+    return len(kinds) == 2 and kinds <= MAPPINGS.keys() and not of_module
 
 
 def _take_factory(target: defaultdict[Any, Any], saved: defaultdict[Any, Any]) -> None:

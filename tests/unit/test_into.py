@@ -617,11 +617,16 @@ def test_containers_of_another_kind_are_replaced(keeper: Keeper) -> None:
     assert type(state["top"]) is Counter
     assert set(done.values) == {"top"}
 
+    keeper.save({"model": nn.Linear(2, 2)}, 2)
+    weights: dict[str, torch.Tensor] = {}  # a dict is filled with what a module holds
+    back(keeper, {"model": weights})
+    assert weights.keys() == {"weight", "bias"}
+
     class Own(dict[str, Any]):
         pass
 
     own, code = Own(z=1), defaultdict[str, Any](lambda: 5)
-    back(keeper, {"meta": {**meta, "d": own, "factory": code}, "top": Counter()})
+    back(keeper, {"meta": {**meta, "d": own, "factory": code}, "top": Counter()}, step=1)
     assert own == {"k": 1}
     assert (code, code["new"]) == ({"n": 2, "new": 5}, 5)
 
