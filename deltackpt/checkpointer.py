@@ -331,9 +331,13 @@ class Checkpointer:
         progress = self._pipeline.submit(request, captured, started)
         if self._compactions is not None:
             self._compactions.start()
-        self._skipped, self._deferred, self._saved_step = 0, False, step
-        if self._newest_step is not None and step > self._newest_step:  # a `save` after the loop
+        self._skipped, self._deferred = 0, False
+        newest, saved = self._newest_step, self._saved_step
+        self._saved_step = step
+        if newest is not None and step > newest:  # a `save` after the loop
             self._newest_step, self._newest_metrics = step, dict(checked)
+        elif newest is not None and step < newest == saved:  # back, from a step that was saved
+            self._newest_step = None
         if not overlap:
             self._pipeline.lock()
         number = self._signals.take()

@@ -69,10 +69,13 @@ class StepOrder:
             )  # fmt: skip
 
     def check(self, step: int, in_flight: Sequence[int]) -> None:
-        """Raise `ConflictError` when `step` does not come after what it would continue."""
+        """Raise `ConflictError` when `step` does not come after what it would continue.
+
+        `in_flight`: the steps being saved, oldest first; the last may go back before the others.
+        """
         self._learn()
         if in_flight:
-            newest, what = max(in_flight), "is being saved already"
+            newest, what = in_flight[-1], "is being saved already"
         else:
             newest, what = self._newest, f"is the newest of run {self._run!r}"
         if newest is not None and step <= newest:

@@ -80,3 +80,27 @@ def test_a_forgotten_restore_is_told_to_restore_first(path: Path) -> None:
     hint = str(caught.value.hint)
     assert hint.startswith("restore() first")
     assert "the later ones leave the run's list" in hint
+
+
+def test_closing_does_not_save_a_step_again_that_a_save_went_back_from(tmp_path: Path) -> None:
+    """The state of step 1 was saved once more at close, as step 5; or closing failed, as the save
+    that was gone back from was still in flight."""
+    # case 99, case 161
+    path, state = tmp_path / "new", {"x": torch.zeros(4)}
+    with deltackpt.Checkpointer(path, state, every=1, writer="thread") as ckpt:
+        for step in range(6):
+            ckpt.step(step)
+        state["x"].fill_(7)
+        ckpt.save(1, overwrite=True)
+    assert steps(path) == [0, 1]
+    assert torch.equal(saved(path, 1)["x"], torch.full((4,), 7.0))
+    with deltackpt.Checkpointer(path, state, every=100, writer="thread") as ckpt:
+        ckpt.restore()
+        ckpt.step(100)
+        ckpt.save(2, overwrite=True)
+        ckpt.step(3)
+    assert steps(path) == [0, 1, 2, 3]
+    with deltackpt.Checkpointer(path, state, every=100, writer="thread") as ckpt:
+        ckpt.step(9)  # not due: nothing has it
+        ckpt.save(2, overwrite=True)
+    assert steps(path) == [0, 1, 2, 9]
