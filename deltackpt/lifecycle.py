@@ -52,7 +52,8 @@ class SaveSignals:
     Installed in the main thread only (Python delivers signals there). A handler that was there
     before is called right after the flag is set, if it is a Python function; for Ctrl-C Python's
     own handler (KeyboardInterrupt) is called from the second time on. A default action, which for
-    SIGTERM is to end the process, does not happen while the handlers are installed.
+    SIGTERM is to end the process, does not happen while the handlers are installed. One that could
+    not be taken away, as another lies on top of it, only passes signals on.
     """
 
     def __init__(self, signals: Iterable[Any]) -> None:
@@ -60,6 +61,7 @@ class SaveSignals:
         """Number of the last signal that arrived, for good."""
         self._pending = False
         self._pid = os.getpid()
+        self._gone = False
         self._previous: dict[int, Handler] = {}
         self._install(check_signals(signals))
 
@@ -77,11 +79,19 @@ class SaveSignals:
 
     def uninstall(self) -> None:
         """Put the earlier handlers back, where nobody has put another one since."""
-        for number, previous in self._previous.items():
+        self._gone = True
+        for number in self._previous:
             if signal.getsignal(number) == self._handle:
-                with contextlib.suppress(ValueError):  # not in the main thread: leave it, harmless
-                    signal.signal(number, signal.SIG_DFL if previous is None else previous)
-        self._previous.clear()
+                with contextlib.suppress(ValueError):  # not in the main thread: it passes on
+                    signal.signal(number, self._earlier(number))
+
+    def _earlier(self, number: int) -> Handler:
+        """The handler that was there before, less those that were to be taken away since."""
+        handler = self._previous.get(number)
+        owner: object = getattr(handler, "__self__", None)
+        if isinstance(owner, SaveSignals) and owner._gone:
+            return owner._earlier(number)
+        return signal.SIG_DFL if handler is None else handler
 
     def _install(self, numbers: tuple[int, ...]) -> None:
         if not numbers:
@@ -105,10 +115,15 @@ class SaveSignals:
                 ) from error
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        previous = self._previous.get(number)
-        if os.getpid() != self._pid:  # a forked child: as if there had never been a handler
-            signal.signal(number, signal.SIG_DFL if previous is None else previous)
+        previous = self._earlier(number)
+        left = self._gone and signal.getsignal(number) == self._handle
+        if left or os.getpid() != self._pid:  # as if there had never been a handler
+            signal.signal(number, previous)
             os.kill(os.getpid(), number)
+            return
+        if self._gone:  # called by the handler on top
+            if callable(previous):
+                previous(number, frame)
             return
         repeated = self.received == number
         self.received = number

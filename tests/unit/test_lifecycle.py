@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import pytest
 import torch
@@ -88,6 +89,51 @@ def test_a_handler_that_somebody_put_on_top_stays() -> None:
     signals.uninstall()
     assert signal.getsignal(signal.SIGUSR2) is mine
     signal.signal(signal.SIGUSR2, before_ours)
+
+
+def test_handlers_taken_away_in_the_order_they_came_are_gone() -> None:
+    """The first one came back, and nothing ended the process any more."""
+    # case 62
+    before = signal.getsignal(signal.SIGTERM)
+    first, second, third = (SaveSignals((signal.SIGTERM,)) for _ in range(3))
+    first.uninstall()
+    second.uninstall()
+    signal.raise_signal(signal.SIGTERM)
+    assert [s.pending for s in (first, second, third)] == [False, False, True]
+    third.uninstall()
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_handler_that_cannot_be_taken_away_passes_signals_on() -> None:
+    # case 62
+    seen: list[str] = []
+
+    def earlier(number: int, frame: FrameType | None) -> None:
+        seen.append("earlier")
+
+    before = signal.signal(signal.SIGUSR1, earlier)
+    signals = SaveSignals((signal.SIGUSR1,))
+    ours: Any = signal.getsignal(signal.SIGUSR1)
+
+    def above(number: int, frame: FrameType | None) -> None:
+        seen.append("above")
+        ours(number, frame)
+
+    signal.signal(signal.SIGUSR1, above)
+    signals.uninstall()
+    signal.raise_signal(signal.SIGUSR1)
+    assert (seen, signals.pending) == (["above", "earlier"], False)
+    signal.signal(signal.SIGUSR1, ours)  # who lay on top puts back what was there
+    signal.raise_signal(signal.SIGUSR1)
+    assert (seen, signals.pending) == (["above", "earlier", "earlier"], False)
+    assert signal.getsignal(signal.SIGUSR1) is earlier
+    other = SaveSignals((signal.SIGUSR1,))
+    thread = threading.Thread(target=other.uninstall)
+    thread.start()
+    thread.join()
+    signal.raise_signal(signal.SIGUSR1)
+    assert (len(seen), other.pending) == (4, False)
+    signal.signal(signal.SIGUSR1, before)
 
 
 @pytest.mark.parametrize("bad", [15, "SIGTERM", [-1], [100_000], [signal.SIGKILL], ["x"]])
