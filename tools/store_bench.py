@@ -25,7 +25,7 @@ from deltackpt_store.index import MemoryIndex
 from deltackpt_store.manifest import Commit, ExtentSpec, Layout, Manifest, TensorView
 from deltackpt_store.manifest_io import digest_of, encode, encode_commit
 from deltackpt_store.mark import Marking, mark
-from deltackpt_store.names import number_name, pack_path
+from deltackpt_store.names import number_name, relative_pack_path
 from deltackpt_store.pack_writer import PackWriter
 from deltackpt_store.roots import read_roots
 from deltackpt_store.store import Store
@@ -40,7 +40,7 @@ def build(store: Store, records: int) -> None:
     ids = mixture.integers(0, 256, (records, 32), np.uint8)
     for number, start in enumerate(range(0, records, PACK_RECORDS)):
         writer = f"{number:016x}"
-        path = f"{store.path}/{pack_path(f'{writer}-00000001')}"
+        path = f"{store.path}/{relative_pack_path(f'{writer}-00000001')}"
         make_directories(io, os.path.dirname(path))
         pack = PackWriter(io, path, store.uuid, writer, 1)
         for row in ids[start : start + PACK_RECORDS]:

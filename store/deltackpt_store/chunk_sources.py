@@ -11,7 +11,7 @@ from deltackpt_store.errors import CorruptionError, UnsupportedFormatError
 from deltackpt_store.fetch import Request
 from deltackpt_store.index import Location, list_packs
 from deltackpt_store.manifest import ID_BYTES
-from deltackpt_store.names import pack_path
+from deltackpt_store.names import relative_pack_path
 from deltackpt_store.oserror import storage_error
 from deltackpt_store.pack_set import PackSet
 from deltackpt_store.quarantine import QUARANTINE
@@ -68,7 +68,7 @@ class Everywhere(PackSet):
 
     def path(self, name: str) -> str:
         if name in self._aside:
-            return f"{self.root}/{QUARANTINE}/{pack_path(name)}"
+            return f"{self.root}/{QUARANTINE}/{relative_pack_path(name)}"
         return super().path(name)
 
     def is_aside(self, name: str) -> bool:

@@ -43,7 +43,7 @@ from deltackpt_store.linked import linked_folders
 from deltackpt_store.location import remove_dead_probes
 from deltackpt_store.lost_commits import lost_commits, refuse_lost
 from deltackpt_store.mark import Marking, mark
-from deltackpt_store.names import RETIRED_SUFFIX, number_name, pack_path
+from deltackpt_store.names import RETIRED_SUFFIX, number_name, relative_pack_path
 from deltackpt_store.oserror import FULL, storage_error
 from deltackpt_store.proof import unreadable_after
 from deltackpt_store.reserve import make_reserve
@@ -323,7 +323,7 @@ class _Collection:
 
     def _delete(self, final: Doomed) -> None:
         for done, name in enumerate(sorted(final.packs)):
-            self._unlink(pack_path(name))
+            self._unlink(relative_pack_path(name))
             self._progress("deleting", done + 1, len(final.packs))
         for run in sorted({run for run, _ in final.commits}):
             records = [number_name(number) for r, number in final.commits if r == run]
@@ -355,7 +355,7 @@ class _Collection:
 
 
 def _folder(pack: str) -> str:
-    return os.path.dirname(pack_path(pack))
+    return os.path.dirname(relative_pack_path(pack))
 
 
 def _final(doomed: Doomed, now: Doomed, generation: Generation, claims: leases.Claims) -> Doomed:

@@ -73,7 +73,7 @@ def is_pack_folder(name: str) -> bool:
     return _FOLDER.match(name) is not None
 
 
-def pack_path(name: str) -> str:
+def relative_pack_path(name: str) -> str:
     """Path of a pack relative to the store, for a name that passed :func:`is_pack_name`."""
     return f"packs/{name[:2]}/{name}.pack"
 

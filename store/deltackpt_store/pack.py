@@ -36,8 +36,7 @@ from xxhash import xxh3_64_intdigest
 from deltackpt_store.errors import CorruptionError, InvalidInputError, UnsupportedFormatError
 from deltackpt_store.fileio import Buffer, FileIO
 from deltackpt_store.manifest import ID_BYTES, MAX_CHUNK_BYTES
-from deltackpt_store.names import is_pack_name
-from deltackpt_store.names import pack_path as relative_pack_path
+from deltackpt_store.names import is_pack_name, relative_pack_path
 from deltackpt_store.oserror import storage_error
 
 PACK_MAGIC = b"\x89DCKPAK\n"

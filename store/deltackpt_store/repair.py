@@ -57,10 +57,9 @@ from deltackpt_store.leases import Lease
 from deltackpt_store.linked import refuse_linked
 from deltackpt_store.lost_commits import LOST, LostCommit
 from deltackpt_store.manifest import Commit, Ids
-from deltackpt_store.names import is_pack_name, pack_path
+from deltackpt_store.names import is_pack_name, relative_pack_path
 from deltackpt_store.oserror import DAMAGE, storage_error
-from deltackpt_store.pack import pack_path as pack_path_in
-from deltackpt_store.pack import read_footer
+from deltackpt_store.pack import pack_path, read_footer
 from deltackpt_store.quarantine import set_aside
 from deltackpt_store.repair_folders import mend_folders
 from deltackpt_store.repair_lost import LostRepair
@@ -355,7 +354,7 @@ class _Repair:
         damaged: set[str] = set()
         for name in sorted({name for f in findings if (name := _pack_of(f)) is not None}):
             try:
-                read_footer(self._io, pack_path_in(self._root, name), store_uuid=self._format.uuid)
+                read_footer(self._io, pack_path(self._root, name), store_uuid=self._format.uuid)
             except UnsupportedFormatError as error:
                 self._leave_pack(name, error.message)
                 continue
@@ -371,7 +370,7 @@ class _Repair:
         return damaged
 
     def _leave_pack(self, name: str, reason: str) -> None:
-        self._left.append(Left(kind="pack", name=pack_path(name), reason=reason))
+        self._left.append(Left(kind="pack", name=relative_pack_path(name), reason=reason))
 
     def _rewrite(self, packs: PackRepair, ids: Ids, lengths: NDArray[np.int64]) -> None:
         if self._dry_run:
@@ -412,7 +411,7 @@ class _Repair:
         moved: set[str] = set()
         for name in sorted(damaged - claims.packs):
             try:
-                self._aside.append(set_aside(self._io, self._root, pack_path(name)))
+                self._aside.append(set_aside(self._io, self._root, relative_pack_path(name)))
                 moved.add(name)
             except OSError as error:
                 self._leave_pack(name, f"it cannot be set aside: {error.strerror or error}")
@@ -447,7 +446,7 @@ def _pack_of(finding: Finding) -> str | None:
 
 
 def _source(origin: str) -> str:
-    return pack_path(origin) if is_pack_name(origin) else origin
+    return relative_pack_path(origin) if is_pack_name(origin) else origin
 
 
 def _lost_wholly(left: Iterable[Finding]) -> list[LostStep]:

@@ -24,8 +24,7 @@ from deltackpt_store.linked import LINKED, linked_folders
 from deltackpt_store.lost_chunks import Lost, lost_chunks, read_back, unaccounted
 from deltackpt_store.lost_commits import LOST, lost_commits, read_boundary
 from deltackpt_store.manifest import Commit, Ids
-from deltackpt_store.names import is_digest_name, parse_number
-from deltackpt_store.names import pack_path as relative_pack_path
+from deltackpt_store.names import is_digest_name, parse_number, relative_pack_path
 from deltackpt_store.pack_set import PackSet, is_gone
 from deltackpt_store.scrub import BadRecord, Progress, scrub
 from deltackpt_store.store import Store

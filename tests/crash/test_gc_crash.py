@@ -29,7 +29,7 @@ from deltackpt_store.errors import DeltackptError
 from deltackpt_store.fileio import make_directories
 from deltackpt_store.gc import collect
 from deltackpt_store.manifest import Commit
-from deltackpt_store.names import pack_path
+from deltackpt_store.names import relative_pack_path
 from deltackpt_store.protocol import WriterOptions
 from deltackpt_store.retention import Keep, apply, retire
 from deltackpt_store.store import Store
@@ -189,7 +189,7 @@ def test_what_a_killed_process_left_unsynced_is_made_durable_before_deletions(
         retire(kept.store, [first])
         avoid = kept.store.packs.names()
         copier = StoreWriter(kept.store, codec="none")
-        copy = f"{PATH}/{pack_path(copier.put(chunk_of('kept')).pack)}"
+        copy = f"{PATH}/{relative_pack_path(copier.put(chunk_of('kept')).pack)}"
         copier.flush()
         copier.close()
         kept.disk.link(copy, f"{PATH}/moved")

@@ -10,7 +10,7 @@ from blake3 import blake3
 from deltackpt_store.errors import CorruptionError, NotFoundError
 from deltackpt_store.fileio import FileIO, make_directories, publish_bytes, read_file
 from deltackpt_store.manifest import Commit
-from deltackpt_store.names import number_name, pack_path
+from deltackpt_store.names import number_name, relative_pack_path
 from deltackpt_store.quarantine import QUARANTINE
 from deltackpt_store.repair import RepairReport, repair
 from deltackpt_store.store import Store
@@ -152,11 +152,11 @@ class HurtChunks(HurtStore):
         for word, place in places.items():
             assert place is not None
             if word == "lost":
-                gone = f"{self._copy}/{pack_path(place.pack)}"
+                gone = f"{self._copy}/{relative_pack_path(place.pack)}"
                 self.disk.unlink(gone)
                 self.disk.sync_directory(os.path.dirname(gone))
             change = cut_short(30) if word == "b" else flipped(place.payload + 9)
-            self._rewrite(pack_path(place.pack), change)
+            self._rewrite(relative_pack_path(place.pack), change)
         self._rewrite(f"manifests/{self.commits[3].manifest.hex()}", flipped(50))
         self._rewrite(f"runs/main/{number_name(2)}", flipped(50))
 

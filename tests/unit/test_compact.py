@@ -40,7 +40,7 @@ from deltackpt_store.fileio import FileIO
 from deltackpt_store.gc import collect
 from deltackpt_store.index import refresh
 from deltackpt_store.leases import Lease
-from deltackpt_store.names import pack_path
+from deltackpt_store.names import relative_pack_path
 from deltackpt_store.pack import Location
 from deltackpt_store.protocol import WriterOptions
 from deltackpt_store.retention import Keep, apply, retire
@@ -487,7 +487,7 @@ def test_garbage_goes_by_the_way(store: Store, new: New) -> None:
 
 
 def damage(store: Store, place: Location) -> None:
-    path = Path(store.path, pack_path(place.pack))
+    path = Path(store.path, relative_pack_path(place.pack))
     data = bytearray(path.read_bytes())
     data[place.payload] ^= 1
     path.write_bytes(data)

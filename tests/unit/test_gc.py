@@ -29,7 +29,7 @@ from deltackpt_store.gc import collect
 from deltackpt_store.generation import newest_number, read_generation
 from deltackpt_store.leases import Lease, hold
 from deltackpt_store.mark import mark
-from deltackpt_store.names import number_name, pack_path
+from deltackpt_store.names import number_name, relative_pack_path
 from deltackpt_store.pack_writer import PackWriter
 from deltackpt_store.retention import Keep, apply, retire
 from deltackpt_store.roots import read_roots
@@ -93,12 +93,12 @@ def test_chunks_that_live_ones_are_coded_against_stay(
     author.close()
     reference, plain = store.packs.names()
     coded = _pack(store, "11" * 8, [("coded", ("reference",))])
-    os.unlink(f"{store.path}/{pack_path(plain)}")  # the coded record is the only one left
+    os.unlink(f"{store.path}/{relative_pack_path(plain)}")  # the coded record is the only one left
     retire(store, [store.read_commit("main", 1)])
     report = collect(store)
     assert report.commits == [("main", 1)]
     assert store.packs.names() == sorted([coded, reference])
-    os.unlink(f"{store.path}/{pack_path(reference)}")
+    os.unlink(f"{store.path}/{relative_pack_path(reference)}")
     with pytest.raises(CorruptionError, match="coded against"):
         collect(store)
 
@@ -173,7 +173,7 @@ def test_nothing_is_deleted_beside_damage(
         "commit": f"runs/main/{number_name(head.number)}",
         "manifest": f"manifests/{head.manifest.hex()}",
         "base": f"manifests/{head.manifest.hex()}",
-        "pack": pack_path(store.snapshot(head).packs[0]),
+        "pack": relative_pack_path(store.snapshot(head).packs[0]),
         "pin": "pins/good",
     }[what]
     file = Path(store.path, path)
@@ -489,7 +489,7 @@ def test_a_copy_is_proved_before_the_other_one_goes(
     one.close()
     two.close()
     stay, go = store.snapshot(store.head("one")).packs[0], store.snapshot(store.head("two")).packs
-    path = Path(store.path, pack_path(stay))
+    path = Path(store.path, relative_pack_path(stay))
     data = bytearray(path.read_bytes())
     data[data.index(chunk_of("same")[:64]) + 70] ^= 1
     path.write_bytes(data)
@@ -504,7 +504,7 @@ def _pack(store: Store, writer: str, records: Sequence[tuple[str, tuple[str, ...
     from blake3 import blake3
 
     name = f"{writer}-00000001"
-    pack = PackWriter(IO, f"{store.path}/{pack_path(name)}", store.uuid, writer, 1)
+    pack = PackWriter(IO, f"{store.path}/{relative_pack_path(name)}", store.uuid, writer, 1)
     for word, refs in records:
         needs = tuple(blake3(chunk_of(ref)).digest() for ref in refs)
         pack.append(
@@ -591,7 +591,7 @@ def test_a_chunk_without_any_record_that_can_be_decoded_stops_everything(store: 
     author.save(1, ["x"])
     author.close()
     for name in store.packs.names():
-        os.unlink(f"{store.path}/{pack_path(name)}")
+        os.unlink(f"{store.path}/{relative_pack_path(name)}")
     _pack(store, "11" * 8, [("x", ("y",))])
     with pytest.raises(CorruptionError, match=blake3(chunk_of("x")).hexdigest()):
         collect(store)
@@ -602,8 +602,8 @@ def test_ids_that_begin_alike_are_told_apart(store: Store) -> None:
     ids = [bytes(8) + bytes([i % 3]) * 24 for i in range(12)]
     for number in range(4):
         writer = f"{number}{number}" * 8
-        pack = PackWriter(IO, f"{store.path}/{pack_path(f'{writer}-00000001')}", store.uuid, writer,
-                          1)  # fmt: skip
+        path = f"{store.path}/{relative_pack_path(f'{writer}-00000001')}"
+        pack = PackWriter(IO, path, store.uuid, writer, 1)
         for chunk_id in ids[number * 3 : number * 3 + 3]:
             pack.append(chunk_id, 10, Encoded(0, b"", (), [b"0123456789"]))
         pack.finish()
