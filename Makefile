@@ -14,7 +14,7 @@ KERNELS := store/deltackpt_store/coding/kernels.c
 ARGS ?=
 
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test mutate soak chaos lab lint format bench clean
+.PHONY: help venv demo test floors mutate soak chaos lab lint format bench clean
 
 help:
 	@echo "The first of these that runs installs what it needs into $(VENV): some minutes, the network,"
@@ -22,6 +22,7 @@ help:
 	@echo
 	@echo "make demo    train a real model, kill it during a save, resume bit for bit"
 	@echo "make test    the test suite (ARGS='tests/unit -k cli' selects)"
+	@echo "make floors  tests with the oldest dependencies that are allowed, in .floors"
 	@echo "make lint    style, types, layers, wheel content"
 	@echo "make bench   stall, bytes and restore time against other checkpointers"
 	@echo "make mutate  remove each guard of the store's promises and see that a test notices"
@@ -61,6 +62,19 @@ test: $(DEV)
 	OMP_NUM_THREADS=1 PYTHONHASHSEED=0 $(PY) -m pytest -n 2 --dist loadfile $(ARGS) \
 	  || OMP_NUM_THREADS=1 PYTHONHASHSEED=0 $(PY) -m pytest --last-failed --last-failed-no-failures none $(ARGS)
 
+# The oldest of all runtime dependencies but torch, in an environment of its own.
+floors:
+	$(PYTHON) -m venv .floors
+	.floors/bin/python -m pip --disable-pip-version-check --no-input install --quiet --upgrade pip
+	.floors/bin/python -m pip --disable-pip-version-check --no-input install --quiet torch==2.13.0
+	.floors/bin/python -m pip --disable-pip-version-check --no-input install --quiet \
+	  $$($(PYTHON) tools/floors.py) \
+	  pytest pytest-timeout pytest-xdist hypothesis psutil pyyaml pandas hatchling editables build
+	.floors/bin/python -m pip --disable-pip-version-check --no-input install --quiet \
+	  --no-build-isolation --no-deps --editable .
+	OMP_NUM_THREADS=1 PYTHONHASHSEED=0 .floors/bin/python -m pytest -n 2 --dist loadfile \
+	  $(or $(ARGS),tests/unit tests/property --ignore-glob='*_kernels_*' --ignore-glob='*_xxh3_*')
+
 lint: $(DEV)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
@@ -90,4 +104,4 @@ bench: $(BENCH)
 	$(PY) tools/bench.py $(ARGS)
 
 clean:
-	rm -rf $(VENV) build dist .bench .demo .mutate .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .floors build dist .bench .demo .mutate .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -7,6 +7,8 @@ processes of the run, and printed under "figures" (docs/durability.md names them
 
 from __future__ import annotations
 
+import functools
+import inspect
 import secrets
 import signal
 from collections import Counter
@@ -14,11 +16,16 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 Figure = Callable[[str, int], None]
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as a shell starts jobs in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+if "mix_stderr" in inspect.signature(CliRunner).parameters:  # click before 8.2
+    CliRunner.__init__ = functools.partialmethod(CliRunner.__init__, mix_stderr=False)
 
 
 @pytest.fixture

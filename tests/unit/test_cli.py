@@ -565,7 +565,7 @@ def test_gc_beside_a_stalled_writer_gives_code_11(store: Fixture) -> None:
     assert run("retain", store.path, "main", "--last", "1").exit_code == 0
     result = run("gc", store.path, "--timeout", "0")
     assert result.exit_code == 11
-    assert "nothing was deleted" in result.output
+    assert "nothing was deleted" in result.stderr
 
 
 # exit codes -------------------------------------------------------------------------------------

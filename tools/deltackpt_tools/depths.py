@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
-class _Depth(click.ParamType[int | str]):
+if TYPE_CHECKING:  # older versions of click do not know the argument
+    _ParamType = click.ParamType[int | str]
+else:
+    _ParamType = click.ParamType
+
+
+class _Depth(_ParamType):
     """A positive number, or "auto"."""
 
     name = "depth"
