@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from deltackpt_store.id_keys import IdKeys, Keys
 from deltackpt_store.manifest import ID_BYTES
 from deltackpt_store.pack import PackFooter, pack_path, read_footer
 from deltackpt_store.store import Store
@@ -16,7 +16,6 @@ from deltackpt_store.store import Store
 Bools = NDArray[np.bool_]
 Ints = NDArray[np.int64]
 Ids = NDArray[np.uint8]
-Keys = NDArray[np.uint64]
 
 _T = TypeVar("_T", bound=np.generic)
 _BLOCK = 1 << 16
@@ -36,9 +35,9 @@ class Catalogue:
     """All records of the store's packs, grouped by chunk.
 
     A *row* is a record, in the order of packs and footers; a *group* all records of one chunk.
-    Groups are numbered in the order of chunk ids' first eight bytes. Of an id these are kept, and
-    64 bits of a hash of the others by numbers drawn at random: what does not differ in them passes
-    for one chunk. (Whoever deletes reads whole ids before; see `proof`.)
+    Groups are numbered in the order of a hash of the chunk ids (`IdKeys`). Of an id this is kept,
+    and its first eight bytes: what does not differ in them passes for one chunk. (Whoever deletes
+    reads whole ids before; see `proof`.)
 
     Memory: 28 bytes per record, 13 more per record that is coded against one other.
     """
@@ -57,7 +56,7 @@ class Catalogue:
         CorruptionError, StorageError when one is unreadable.
         """
         self._store = store
-        self._factors = np.frombuffer(os.urandom(8 * (ID_BYTES - 8) // 4), np.uint64) | np.uint64(1)
+        self._hash = IdKeys()
         self.names = list(names)
         self.sizes: list[int] = []
         self._ids: Ids | None = None
@@ -94,13 +93,10 @@ class Catalogue:
         return read_footer(store.io, pack_path(store.path, name), store_uuid=store.uuid)
 
     def _words(self, ids: Ids) -> tuple[Keys, Keys]:
-        """The two numbers that are kept of each id: (first eight bytes, hash of the others)."""
+        """The two numbers that are kept of each id: (hash of all of it, first eight bytes)."""
         ids = np.ascontiguousarray(ids)
-        words = ids.view("<u4").reshape(-1, ID_BYTES // 4)
-        check = np.zeros(len(ids), np.uint64)
-        for factor, column in zip(self._factors, words.T[2:], strict=True):
-            check += column.astype(np.uint64) * factor
-        return ids.view(">u8").reshape(-1, ID_BYTES // 8)[:, 0].astype(np.uint64), check
+        begin = ids.view(np.uint64).reshape(-1, ID_BYTES // 8)[:, 0]
+        return self._hash.of(ids), np.ascontiguousarray(begin)
 
     def _group(self, keys: Keys, checks: Keys) -> None:
         self.order = np.argsort(keys, kind="stable").astype(np.uint32)
@@ -118,7 +114,7 @@ class Catalogue:
         self._keys, self._checks = keys, checks
 
     def _sort_collisions(self, keys: Keys, checks: Keys, same: Bools) -> None:
-        """Put equal ids next to each other where different ids begin with the same bytes."""
+        """Put equal ids next to each other where different ids have the same hash."""
         at = np.flatnonzero(same)
         for key in np.unique(keys[at[checks[at] != checks[at + 1]]]).tolist():
             low = int(np.searchsorted(keys, np.uint64(key)))

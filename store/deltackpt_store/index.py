@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 
 from deltackpt_store.errors import DeltackptError
 from deltackpt_store.fileio import FileIO
+from deltackpt_store.id_keys import IdKeys
 from deltackpt_store.names import is_pack_folder, is_pack_name
 from deltackpt_store.pack import (
-    ENTRY_BYTES,
     ENTRY_DTYPE,
     ID_BYTES,
     Location,
@@ -93,7 +93,7 @@ class _Hits(NamedTuple):
 
 
 class MemoryIndex:
-    """Twelve bytes per record: the first eight of its id, sorted, and its row; whole ids are
+    """Twelve bytes per record: a hash of its id (`IdKeys`), sorted, and its row; whole ids are
     compared in the table of the pack.
 
     With `load` only the tables used last are kept, `_KEPT_BYTES` of them; others are asked for
@@ -108,6 +108,7 @@ class MemoryIndex:
     def __init__(self, load: Load | None = None) -> None:
         self._lock = threading.RLock()
         self._load = load
+        self._hash = IdKeys()
         self._names: list[str | None] = []
         self._numbers: dict[str, int] = {}
         self._starts = [0]  # first row of every pack, and the end of the last
@@ -130,7 +131,7 @@ class MemoryIndex:
             self._numbers[name] = len(self._names)
             self._names.append(name)
             self._starts.append(self._starts[-1] + len(entries))
-            self._fresh.append(_prefixes(entries.table))
+            self._fresh.append(self._hash.of(entries.ids))
             self._live += len(entries)
             self._keep(name, entries)
 
@@ -240,13 +241,12 @@ class MemoryIndex:
 
     def _locations(self, chunk_id: bytes) -> Iterator[Location]:
         self._prepare()
-        key = int.from_bytes(chunk_id[:8], "big")
+        key = self._hash.one(chunk_id)
         rows = self._recent.get(key, ())
         if len(self._keys):
-            at = int(self._keys.searchsorted(np.uint64(key)))
-            end = at
-            while end < len(self._keys) and self._keys[end] == key:
-                end += 1
+            at, end = (
+                int(self._keys.searchsorted(np.uint64(key), side)) for side in ("left", "right")
+            )
             if end > at:
                 rows = (*_ints(self._rows[at:end]), *rows)
         for row in reversed(rows):
@@ -288,7 +288,7 @@ class MemoryIndex:
         """A live record of each id that has one, pack by pack: each table is needed once."""
         self._prepare(merge=True)
         ids = np.ascontiguousarray(ids, np.uint8).reshape(-1, ID_BYTES)
-        wanted = ids.view(">u8")[:, 0].astype(np.uint64)
+        wanted = self._hash.of(ids)
         at = self._keys.searchsorted(wanted)
         open_ = np.arange(len(ids))
         starts = np.array(self._starts, np.int64)
@@ -333,14 +333,6 @@ def _by_value(numbers: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
 
 def _ints(array: NDArray[np.integer[Any]]) -> list[int]:
     return cast("list[int]", array.tolist())
-
-
-def _prefixes(table: NDArray[Any]) -> NDArray[np.uint64]:
-    """The first eight bytes of every id as a number that sorts like the bytes."""
-    if not len(table):
-        return np.empty(0, np.uint64)
-    raw = table.view(np.uint8).reshape(-1, ENTRY_BYTES)
-    return np.ascontiguousarray(raw[:, :8]).view(">u8")[:, 0].astype(np.uint64)
 
 
 def list_packs(io: FileIO, root: str) -> list[str]:

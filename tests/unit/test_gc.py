@@ -27,6 +27,7 @@ from deltackpt_store.errors import (
 from deltackpt_store.fileio import FileIO, temporary_name
 from deltackpt_store.gc import collect
 from deltackpt_store.generation import newest_number, read_generation
+from deltackpt_store.id_keys import IdKeys
 from deltackpt_store.leases import Lease, hold
 from deltackpt_store.mark import mark
 from deltackpt_store.names import number_name, relative_pack_path
@@ -597,9 +598,15 @@ def test_a_chunk_without_any_record_that_can_be_decoded_stops_everything(store: 
         collect(store)
 
 
-def test_ids_that_begin_alike_are_told_apart(store: Store) -> None:
+@pytest.mark.parametrize("hashed_alike", [False, True])
+def test_ids_that_begin_alike_are_told_apart(
+    store: Store, monkeypatch: pytest.MonkeyPatch, hashed_alike: bool
+) -> None:
     names = []
     ids = [bytes(8) + bytes([i % 3]) * 24 for i in range(12)]
+    if hashed_alike:
+        monkeypatch.setattr(IdKeys, "of", lambda self, ids: np.zeros(len(ids), np.uint64))
+        ids = [chunk_id[::-1] for chunk_id in ids]
     for number in range(4):
         writer = f"{number}{number}" * 8
         path = f"{store.path}/{relative_pack_path(f'{writer}-00000001')}"
@@ -610,7 +617,7 @@ def test_ids_that_begin_alike_are_told_apart(store: Store) -> None:
         names.append(f"{writer}-00000001")
     catalogue = Catalogue(store, names)
     assert catalogue.groups == 3
-    wanted = np.frombuffer(b"".join([*ids[:3], bytes(32)[:-1] + b"\1"]), np.uint8).reshape(-1, 32)
+    wanted = np.frombuffer(b"".join([*ids[:3], b"\7" * 32]), np.uint8).reshape(-1, 32)
     found = catalogue.find(wanted)
     assert sorted(found[:3].tolist()) == [0, 1, 2]
     assert found[3] == -1

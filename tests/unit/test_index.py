@@ -14,6 +14,7 @@ from deltackpt_store import pack as pk
 from deltackpt_store.codecs import RAW, Encoded
 from deltackpt_store.errors import CorruptionError, StorageError
 from deltackpt_store.fileio import FileIO
+from deltackpt_store.id_keys import IdKeys
 from deltackpt_store.index import MemoryIndex, list_packs, refresh
 from deltackpt_store.pack import ENTRY_DTYPE, Location, PackEntries
 from deltackpt_store.pack_writer import PackWriter
@@ -99,6 +100,36 @@ def test_behaves_like_a_dict(
                 assert set(index.locations(chunk)) == expected
                 location = index.get(chunk)
                 assert location in expected if expected else location is None
+
+
+@pytest.mark.parametrize("same", [slice(0, 8), slice(24, 32), slice(0, 28), slice(4, 32)])
+def test_ids_that_somebody_made_up_are_not_looked_at_for_each_other(
+    monkeypatch: pytest.MonkeyPatch, same: slice
+) -> None:
+    """A footer may name any ids. Were all of them tried for each that is looked up, a small store
+    would hold its reader up for hours."""
+    ids = np.random.default_rng(0).integers(0, 256, (300, 32), np.uint8)
+    ids[:, same] = 7
+    looked: list[str] = []
+    table = MemoryIndex._table
+
+    def counted(self: MemoryIndex, name: str) -> PackEntries | None:
+        looked.append(name)
+        return table(self, name)
+
+    monkeypatch.setattr(MemoryIndex, "_table", counted)
+    index = MemoryIndex()
+    index.add_pack("a", entries([row.tobytes() for row in ids]))
+    for merged in (False, True):
+        del looked[:]
+        assert all(index.get(row.tobytes()) is not None for row in ids)
+        assert len(looked) == len(ids)
+        if not merged:
+            assert index.contains_many(ids).all()
+    del looked[:]
+    assert index.contains_many(ids).all()
+    assert len(looked) == 1
+    assert IdKeys().of(ids).tolist() != IdKeys().of(ids).tolist()
 
 
 def test_references_survive_merging() -> None:

@@ -271,6 +271,19 @@ def test_forged_footers_cannot_point_outside(tmp_path: Path) -> None:
     assert len(pk.read_footer(IO, str(path)).entries) == 1
 
 
+def test_forged_records_cannot_lie_on_top_of_each_other(tmp_path: Path) -> None:
+    """Who checks every record would read one payload as often as the table names it."""
+    path = write_pack(tmp_path, [NOISE.randbytes(100_000)])
+    data = path.read_bytes()
+    at = struct.unpack_from("<Q", data, len(data) - 56)[0]
+    entry = data[at : at + 56]
+    forge(path, data, entry, 1, 0, at)
+    assert len(pk.read_footer(IO, str(path)).entries) == 1
+    forge(path, data, 2 * entry, 2, 0, at)
+    with pytest.raises(CorruptionError, match="on top of each other"):
+        pk.read_footer(IO, str(path))
+
+
 def test_foreign_renamed_and_newer_packs_are_refused(tmp_path: Path) -> None:
     path = write_pack(tmp_path, CHUNKS[:1])
     with pytest.raises(CorruptionError, match="another store"):
