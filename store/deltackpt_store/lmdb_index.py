@@ -12,6 +12,7 @@ Keys and values (little-endian)::
     0 (8 B) "n" u32     name of the pack with that number
     0 (8 B) "next"      next pack number u32
     0 (8 B) "garbage"   records of dropped packs u32
+    0 (8 B) "live"      records of the other packs u32
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _log = logging.getLogger("deltackpt.store.index")
 
 MAP_BYTES = 64 * 1024 * 1024
 MAX_BYTES = 16 * 1024 * 1024 * 1024
-_FORMAT = 1
+_FORMAT = 2
 _VALUE = struct.Struct("<IBBHQIIII")
 _CHECKED = _VALUE.size - 4
 _U32 = struct.Struct("<I")
@@ -48,6 +49,7 @@ _PACK_KEY = bytes(8) + b"p"
 _NAME_KEY = bytes(8) + b"n"
 _NEXT_KEY = bytes(8) + b"next"
 _GARBAGE_KEY = bytes(8) + b"garbage"
+_LIVE_KEY = bytes(8) + b"live"
 _BATCH = 50_000
 _SWEEP = 65_536
 _VALUE_DTYPE = np.dtype(
@@ -107,7 +109,7 @@ class LmdbIndex:
         return self._read(lambda txn: frozenset(n for n, _, _ in _packs(txn)), MemoryIndex.packs)
 
     def __len__(self) -> int:
-        return self._read(lambda txn: sum(count for _, _, count in _packs(txn)), len)
+        return self._read(lambda txn: _get_u32(txn, _LIVE_KEY), len)
 
     def add_pack(self, name: str, entries: PackEntries) -> None:
         self.add_packs([(name, entries)])
@@ -123,9 +125,13 @@ class LmdbIndex:
 
         def finish(txn: _Txn, added: list[tuple[str, PackEntries, int]]) -> None:
             # Entries count only from here on: a pack is known whole or not at all.
+            live = _get_u32(txn, _LIVE_KEY)
             for name, entries, number in added:
                 txn.put(_NAME_KEY + _U32.pack(number), name.encode())
-                txn.put(_PACK_KEY + name.encode(), _PACK.pack(number, len(entries)))
+                known = txn.replace(_PACK_KEY + name.encode(), _PACK.pack(number, len(entries)))
+                if known is None:  # else another process has just added it, too
+                    live += len(entries)
+            txn.put(_LIVE_KEY, _U32.pack(live))
 
         def add() -> None:
             self._environment.env.reader_check()
@@ -149,7 +155,8 @@ class LmdbIndex:
             number, records = _PACK.unpack(value)
             txn.delete(_NAME_KEY + _U32.pack(number))
             garbage = _get_u32(txn, _GARBAGE_KEY) + records
-            live = sum(count for _, _, count in _packs(txn))
+            live = max(0, _get_u32(txn, _LIVE_KEY) - records)
+            txn.put(_LIVE_KEY, _U32.pack(live))
             if garbage <= max(_SWEEP, live):
                 txn.put(_GARBAGE_KEY, _U32.pack(garbage))
                 return False

@@ -136,6 +136,28 @@ def test_a_closed_index_says_so(tmp_path: Path) -> None:
         index.get(bytes(32))
 
 
+def test_dropping_a_pack_looks_at_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a collection thousands of packs are dropped one by one: a walk through all that are
+    left for each of them kept the next trainer waiting for half a minute."""
+    index = open_at(tmp_path / "i")
+    fill(index, range(20))
+    index.add_pack(name(3), entries(ids_of(3)))
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            lmdb_index, "_packs", lambda txn: pytest.fail("all packs were walked through")
+        )
+        for number in (*range(15), 3):
+            index.drop_pack(name(number))
+        assert len(index) == 250
+        fill(index, range(2))
+        assert len(index) == 350
+    assert index.packs() == {name(n) for n in (0, 1, *range(15, 20))}
+    index.close()
+    again = open_at(tmp_path / "i")
+    assert len(again) == 350
+    again.close()
+
+
 def test_dropped_packs_are_swept_and_the_file_stays_bounded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
