@@ -142,13 +142,18 @@ class FileIO:
         be written to, where the file can. Other errors, ENOLCK and ENOTSUP among them, say that
         there is no lock.
         """
+        parted = not create
         while True:
             handle = _open_to_lock(path, create)
             if create:
                 share_lock(path, handle)
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if still_named(path, handle):
+                if not parted and is_shared(handle):
+                    parted = True
+                    with contextlib.suppress(OSError):
+                        os.unlink(path)
+                elif still_named(path, handle):
                     return handle
             except OSError as error:
                 os.close(handle)
@@ -276,6 +281,12 @@ def still_named(path: str, handle: int) -> bool:
         return False
     mine = os.fstat(handle)
     return (there.st_dev, there.st_ino) == (mine.st_dev, mine.st_ino)
+
+
+def is_shared(handle: int) -> bool:
+    """Whether the file has another name: a copy made of hard links has it, too, and who locks it
+    here would lock that copy as well."""
+    return os.fstat(handle).st_nlink > 1
 
 
 def read_file(io: FileIO, path: str, limit: int) -> bytes:

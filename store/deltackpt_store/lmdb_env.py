@@ -11,6 +11,7 @@ data. Hence the rules here, all about files in one directory:
   Locks end with their process; where the file system has none, the environment is not opened.
 - ``lock.mdb``, a mapped table that readers write to, is written out beforehand: storing into a
   hole of a mapped file kills the process (SIGBUS) when the disk is full.
+- Files that a copy made of hard links has, too, are left to that copy.
 - One environment per process and directory, shared by all who open it. After a fork the child may
   not use it, nor release it (that would free the parent's reader slots): it is leaked there.
 
@@ -23,6 +24,7 @@ import contextlib
 import fcntl
 import logging
 import os
+import stat
 import threading
 import time
 from collections.abc import Callable, Generator
@@ -80,6 +82,7 @@ class Environment:
         self._locks: dict[str, int] = {}
         try:
             os.makedirs(directory, mode=0o700, exist_ok=True)
+            _part(directory)
             with self._locked("gate.lock"):
                 self._open(map_bytes)
         except (lmdb.Error, OSError, UnicodeError) as error:  # LMDB takes UTF-8 paths only
@@ -301,6 +304,17 @@ def _hash(path: str) -> str:
         while block := file.read(4 << 20):
             state.update(block)
     return state.hexdigest()
+
+
+def _part(directory: str) -> None:
+    """Leave files to the copy that has them, too, made of hard links: two stores would map one file
+    with a table of readers each."""
+    for name in os.listdir(directory):
+        path = os.path.join(directory, name)
+        with contextlib.suppress(FileNotFoundError):
+            status = os.lstat(path)
+            if stat.S_ISREG(status.st_mode) and status.st_nlink > 1:
+                os.unlink(path)
 
 
 def _remove(path: str) -> None:

@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Callable
 
 from deltackpt_store.errors import ConflictError
-from deltackpt_store.fileio import open_regular, share_lock, still_named
+from deltackpt_store.fileio import is_shared, open_regular, share_lock, still_named
 from deltackpt_store.oserror import NO_LOCKS
 from deltackpt_store.process_note import NOTE_BYTES, own_note, read_note
 
@@ -28,6 +28,15 @@ _log = logging.getLogger("deltackpt.writer")
 LOCK_NAME = ".lock"
 _POLL_SECONDS = 0.05
 _BUSY = frozenset({errno.EAGAIN, errno.EWOULDBLOCK, errno.EACCES})
+
+_HINT = (
+    "end that trainer or give this one another run name; a writer that is only finishing its last"
+    " save lets go by itself"
+)
+_SHARED = (
+    "end that trainer; if it writes to another store, of which this one is a copy made of hard"
+    " links (or the other way round), remove {}, which both have"
+)
 
 
 class RunLock:
@@ -50,12 +59,17 @@ class RunLock:
         """
         path = os.path.join(directory, LOCK_NAME)
         deadline = time.monotonic() + timeout
+        parted = False
         while True:
             fd = open_regular(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
             share_lock(path, fd)
             try:
-                locked = _lock(fd, path)
-                if locked is None or (locked and still_named(path, fd)):
+                locked, shared = _lock(fd, path), is_shared(fd)
+                if locked and shared and not parted:
+                    parted = True
+                    with contextlib.suppress(OSError):
+                        os.unlink(path)
+                elif locked is None or (locked and still_named(path, fd)):
                     _describe(fd)
                     return cls(fd, locked=locked is not None)
                 holder = _holder(fd)
@@ -69,8 +83,7 @@ class RunLock:
                 raise ConflictError(
                     f"run {run!r} is being written by {holder}",
                     kind="run-locked",
-                    hint="end that trainer or give this one another run name; a writer that is"
-                    " only finishing its last save lets go by itself",
+                    hint=_SHARED.format(path) if shared else _HINT,
                     run=run,
                 )
 

@@ -13,7 +13,9 @@ from deltackpt_store.errors import ConflictError
 from deltackpt_store.fileio import FileIO
 from deltackpt_store.gc import collect
 from deltackpt_store.retention import Keep, apply
+from deltackpt_store.runlock import RunLock
 from deltackpt_store.store import Store
+from deltackpt_store.store_locks import collection_lock
 from deltackpt_store.verify import verify
 
 NAMES, NAMED = ("FORMAT", "gc", "pins", "runs"), ("manifests", "packs")
@@ -107,3 +109,46 @@ def test_another_order_is_noticed(tmp_path: Path) -> None:
             if (run, commit.step) not in damaged:
                 assert words_in(copied, commit)[0] == "same"
     live.close()
+
+
+def locked_run(store: Path) -> RunLock:
+    return RunLock.acquire(str(store / "runs/one"), "one", timeout=0, cancelled=lambda _: False)
+
+
+def test_a_copy_made_of_hard_links_has_locks_of_its_own(tmp_path: Path) -> None:
+    """Whoever works on a snapshot of a store must not lock the store itself."""
+    live = Live(tmp_path / "store")
+    live.close()
+    io, original, snapshot = FileIO(), tmp_path / "store", tmp_path / "snapshot"
+    locked_run(original).release()
+    shutil.copytree(original, snapshot, copy_function=os.link)
+    for first, second in ((snapshot, original), (original, snapshot)):
+        held = locked_run(first)
+        with collection_lock(io, str(first)):
+            locked_run(second).release()
+            with collection_lock(io, str(second)):
+                pass
+            with pytest.raises(ConflictError), collection_lock(io, str(first)):
+                pass
+        with pytest.raises(ConflictError):
+            locked_run(first)
+        held.release()
+    for path in (original, snapshot):
+        store = Store.open(path)
+        author = Author(store, "more")
+        author.save(1, [path.name])
+        author.close()
+        collect(Store.open(path))
+        assert verify(Store.open(path)).ok
+
+
+def test_a_lock_that_a_copy_made_of_hard_links_shares_is_named(tmp_path: Path) -> None:
+    live = Live(tmp_path / "store")
+    live.close()
+    held = locked_run(tmp_path / "store")
+    shutil.copytree(tmp_path / "store", tmp_path / "snapshot", copy_function=os.link)
+    with pytest.raises(ConflictError, match=r"remove .*/snapshot/runs/one/\.lock"):
+        locked_run(tmp_path / "snapshot")
+    (tmp_path / "snapshot/runs/one/.lock").unlink()
+    locked_run(tmp_path / "snapshot").release()
+    held.release()

@@ -7,6 +7,7 @@ import fcntl
 import logging
 import os
 import random
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -125,6 +126,24 @@ def test_remembers_packs_and_their_chunks(tmp_path: Path) -> None:
     check(again, range(3, 5))
     assert again.get(ids_of(2)[0]) is None
     assert again.get(ids_of(9)[0]) == Location(name(9), 64, 128, 100, 100, 0, refs)
+    again.close()
+
+
+def test_a_copy_made_of_hard_links_has_an_index_of_its_own(tmp_path: Path) -> None:
+    """Two stores with one mapped file and two tables of readers overwrite each other's pages."""
+    first = open_at(tmp_path / "i")
+    fill(first, range(3))
+    first.close()
+    shutil.copytree(tmp_path / "i", tmp_path / "j", copy_function=os.link)
+    second = open_at(tmp_path / "j")
+    fill(second, range(3, 6))
+    first = open_at(tmp_path / "i")
+    assert first.packs() == {name(n) for n in range(3)}
+    check(first, range(3))
+    first.close()
+    second.close()
+    again = open_at(tmp_path / "j")
+    check(again, range(3, 6))
     again.close()
 
 
