@@ -9,6 +9,7 @@ from deltackpt_store.errors import NO_MEMORY, StorageError
 from deltackpt_store.fileio import FileIO, is_link
 
 _FOLDERS = ("/manifests", "/packs")
+_SERVER = "the file server, or the connection to it, is gone: look at the mount, then try again"
 _HINTS = {
     errno.ENOSPC: "free some space on that file system; earlier steps are intact",
     errno.EDQUOT: "the disk quota is used up; earlier steps are intact",
@@ -16,6 +17,11 @@ _HINTS = {
     errno.EACCES: "check the owner and the permissions of that path",
     errno.EPERM: "check the owner and the permissions of that path",
     errno.EIO: "the disk or its connection fails: check the system log, and verify the store",
+    errno.ESTALE: _SERVER,
+    errno.ENOTCONN: _SERVER,
+    errno.ETIMEDOUT: _SERVER,
+    errno.EHOSTDOWN: _SERVER,
+    errno.EHOSTUNREACH: _SERVER,
     errno.EMFILE: "too many open files in this process: raise `ulimit -n`",
     errno.EFBIG: "larger than files may become there: raise `ulimit -f`, or use another disk",
     errno.ENOMEM: NO_MEMORY,

@@ -678,3 +678,15 @@ def test_a_relative_path_without_a_directory_is_said_so(
     gone.rmdir()
     with pytest.raises(StorageError, match="store"):
         Store.create("store")
+
+
+@pytest.mark.parametrize("code", [errno.ESTALE, errno.ENOTCONN, errno.ETIMEDOUT])
+def test_a_file_server_that_is_gone_is_told_as_that(tmp_path: Path, code: int) -> None:
+    Store.create(tmp_path / "store")
+
+    class Gone(FileIO):
+        def open(self, path: str) -> int:
+            raise OSError(code, os.strerror(code), path)
+
+    with pytest.raises(StorageError, match="look at the mount"):
+        Store.open(tmp_path / "store", io=Gone())
