@@ -211,8 +211,9 @@ class Fetcher:
 
     def places(self, chunk_id: bytes) -> Iterator[Location]:
         """Every place that holds a chunk; more effort is spent only when the first ones fail."""
-        seen = self._packs.index.locations(chunk_id)
-        yield from seen
+        places = self._packs.index.locations(chunk_id)
+        yield from places
+        seen = set(places)  # there may be any number
         self._packs.load_all()
         for place in [*self._packs.index.locations(chunk_id), *self._packs.salvage(chunk_id)]:
             if place not in seen:

@@ -117,7 +117,7 @@ class MemoryIndex:
         self._keys: NDArray[np.uint64] = np.empty(0, np.uint64)
         self._rows: NDArray[np.uint32] = np.empty(0, np.uint32)
         self._fresh: list[NDArray[np.uint64]] = []  # of the last packs, which are not in _keys
-        self._recent: dict[int, tuple[int, ...]] = {}  # rows by key, of the first
+        self._recent: dict[int, list[int]] = {}  # rows by key, of the first
         self._indexed = 0  # packs of _fresh
         self._live = 0
         self._dropped = False  # since memory was last given back
@@ -186,7 +186,7 @@ class MemoryIndex:
         for number in range(self._indexed, len(self._fresh)):
             start = self._starts[first + number]
             for row, key in enumerate(_ints(self._fresh[number]), start):
-                self._recent[key] = (*self._recent.get(key, ()), row)
+                self._recent.setdefault(key, []).append(row)
         self._indexed = len(self._fresh)
 
     def _merge(self) -> None:
@@ -242,7 +242,7 @@ class MemoryIndex:
     def _locations(self, chunk_id: bytes) -> Iterator[Location]:
         self._prepare()
         key = self._hash.one(chunk_id)
-        rows = self._recent.get(key, ())
+        rows: Sequence[int] = self._recent.get(key, ())
         if len(self._keys):
             at, end = (
                 int(self._keys.searchsorted(np.uint64(key), side)) for side in ("left", "right")

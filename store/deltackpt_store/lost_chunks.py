@@ -76,36 +76,50 @@ def _lose_dependents(packs: PackSet, lost: Lost, scan: bool) -> None:
     absent = np.flatnonzero(~packs.index.contains_many(table)).tolist()
     gone = {referenced[row] for row in absent if not (scan and packs.salvage(referenced[row]))}
     gone.update(lost)
-    grown = True
-    while grown:
-        grown = False
-        for chunk_id, rows in coded.items():
-            if chunk_id in gone or any(gone.isdisjoint(refs) for refs in rows):
+    if not gone:
+        return
+    users: dict[bytes, list[tuple[bytes, int]]] = {}
+    for chunk_id, rows in coded.items():
+        for row, refs in enumerate(rows):
+            for ref in set(refs):
+                users.setdefault(ref, []).append((chunk_id, row))
+    whole = {chunk_id: set(range(len(rows))) for chunk_id, rows in coded.items()}
+    todo = list(gone)
+    while todo:  # each chunk once: a chain of them may be of any length
+        for chunk_id, row in users.get(todo.pop(), ()):
+            whole[chunk_id].discard(row)
+            if chunk_id in gone or whole[chunk_id]:
                 continue
-            if len(rows) >= len(packs.index.locations(chunk_id)):
+            if len(coded[chunk_id]) >= len(packs.index.locations(chunk_id)):
                 gone.add(chunk_id)
                 lost[chunk_id] = "what it is coded against is lost"
-                grown = True
+                todo.append(chunk_id)
 
 
 def unaccounted(packs: PackSet, lost: Lost) -> set[bytes]:
     """Those of `lost` that are gone with a whole pack, or of which all records are coded against
     such: no record that lies in an intact pack and is damaged itself accounts for them."""
     told: set[bytes] = set()
-
-    def there(ref: bytes) -> bool:
-        listed = packs.index.get(ref) is not None or bool(packs.salvage(ref))
-        return ref in told or (ref not in lost and listed)
-
-    grown = True
-    while grown:
-        more = {
-            chunk_id
-            for chunk_id in lost.keys() - told
-            if any(all(map(there, place.refs)) for place in packs.index.locations(chunk_id))
-        }
-        grown = bool(more)
-        told |= more
+    todo: list[bytes] = []
+    waiting: dict[bytes, list[tuple[bytes, set[bytes]]]] = {}
+    for chunk_id in lost:
+        for place in packs.index.locations(chunk_id):
+            needs = {ref for ref in place.refs if ref in lost}
+            others = set(place.refs) - needs
+            if not all(packs.index.get(ref) or packs.salvage(ref) for ref in others):
+                continue
+            for ref in needs:
+                waiting.setdefault(ref, []).append((chunk_id, needs))
+            if not needs and chunk_id not in told:
+                told.add(chunk_id)
+                todo.append(chunk_id)
+    while todo:
+        ref = todo.pop()
+        for chunk_id, needs in waiting.get(ref, ()):
+            needs.discard(ref)
+            if not needs and chunk_id not in told:
+                told.add(chunk_id)
+                todo.append(chunk_id)
     return lost.keys() - told
 
 
