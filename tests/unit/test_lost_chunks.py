@@ -1,4 +1,4 @@
-"""Which chunks are lost with others that they are coded against, and how much work it is to tell."""
+"""Which chunks are lost with others that they are coded against, and the work it is to tell."""
 
 from __future__ import annotations
 
