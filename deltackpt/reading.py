@@ -219,7 +219,9 @@ def matcher(only: str | Iterable[str] | None) -> Callable[[str], bool]:
 
 
 def _expression(glob: str) -> str:
-    return f"(?:{fnmatch.translate(glob)}|{fnmatch.translate(glob + '/*')})"
+    """Every path is a glob of itself, also one with ``[`` in it."""
+    itself = rf"(?s:{re.escape(glob)}(?:/.*)?)\Z"
+    return f"(?:{itself}|{fnmatch.translate(glob)}|{fnmatch.translate(glob + '/*')})"
 
 
 def select(paths: Collection[str], only: str | Iterable[str] | None) -> Iterator[int]:

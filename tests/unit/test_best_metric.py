@@ -73,3 +73,15 @@ def test_the_command_refuses_a_metric_that_no_step_has(tmp_path: Path) -> None:
     done = CliRunner().invoke(cli, ["retain", str(path), "main", "--best", "loss"])
     assert done.exit_code == 0, done.output
     assert steps(path) == [0, 2]
+
+
+def test_the_command_refuses_a_metric_that_is_never_a_number(tmp_path: Path) -> None:
+    """Prevents: all steps of a run whose loss was NaN taken off, as none of them is the best."""
+    path = tmp_path / "s"
+    nan = float("nan")
+    _train(path, deltackpt.Keep(), [{"loss": nan, "x": 1.0}, {"x": 2.0}, {"loss": nan}])
+    for more in ([], ["--dry-run"], ["--last", "1"]):
+        done = CliRunner().invoke(cli, ["retain", str(path), "main", "--best", "loss", *more])
+        assert done.exit_code == 2
+        assert "NaN in every step" in done.output
+    assert steps(path) == [0, 1, 2]

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 from deltackpt_store import Commit, FileIO, Store
+from deltackpt_store.errors import WriterError
 from deltackpt_tools.cli import COMMANDS, cli
 from small_store import SmallStore, pattern
 
@@ -706,6 +707,31 @@ def test_ctrl_c_gives_code_130(store: Fixture, monkeypatch: pytest.MonkeyPatch) 
     document = json.loads(result.stdout)
     assert (document["format"], document["exit_code"]) == ("deltackpt.error/1", 130)
     assert document["error"]["kind"] == "interrupted"
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [(MemoryError(), "memory"), (WriterError("no thread"), "writer"), (KeyError("x"), "internal")],
+)
+def test_what_fails_does_not_look_like_a_finding(
+    store: Fixture, monkeypatch: pytest.MonkeyPatch, error: Exception, kind: str
+) -> None:
+    """Prevents: `deltackpt diff` that runs out of memory and exits as if the steps differed."""
+
+    def fail(io: FileIO, path: str) -> list[str]:
+        raise error
+
+    monkeypatch.setattr(FileIO, "list", fail)
+    result = run("diff", store.path, "main@10", "main@20")
+    assert result.exit_code == 70
+    assert ("Traceback" in result.stderr) == (kind == "internal")
+    assert "deltackpt: " in result.stderr
+    result = run("diff", store.path, "main@10", "main@20", "--json")
+    assert result.exit_code == 70
+    document = json.loads(result.stdout)
+    assert (document["format"], document["exit_code"]) == ("deltackpt.error/1", 70)
+    assert document["error"]["kind"] == kind
+    assert document["error"]["message"]
 
 
 # processes --------------------------------------------------------------------------------------

@@ -45,6 +45,26 @@ def path(tmp_path: Path) -> Path:
 # filters ----------------------------------------------------------------------------------------
 
 
+def test_every_path_is_a_filter_of_itself(tmp_path: Path) -> None:
+    """Prevents: a path that a command has printed, and that means another tensor or none."""
+    # case 172
+    small = SmallStore(tmp_path / "store")
+    paths = ["m/layers[0].w", "m/[!x]", "m/a*", "m/q?"]
+    tensors = {path: pattern(300, i) for i, path in enumerate(paths)}
+    first = small.save("main", 1, tensors)
+    changed = {path: tensor + 1 for path, tensor in tensors.items()}
+    small.save("main", 2, changed, parent=first)
+    small.close()
+    for path in paths:
+        shown = run("show", tmp_path / "store", "@2", "--json", "--only", path)
+        assert [t["path"] for t in json.loads(shown.stdout)["tensors"]] == [path]
+        found = run("diff", tmp_path / "store", "@1", "@2", "--json", "--only", path)
+        assert [t["path"] for t in json.loads(found.stdout)["tensors"]] == [path]
+        out = tmp_path / "out.safetensors"
+        done = run("export", tmp_path / "store", "@2", out, "--force", "--only", path)
+        assert done.exit_code == 0, done.output
+
+
 @pytest.mark.parametrize("more", [[], ["--json"]])
 @pytest.mark.parametrize(
     "command",

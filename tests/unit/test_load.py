@@ -174,6 +174,16 @@ def test_only_leaves_the_rest_out(keeper: Keeper) -> None:
         load(keeper.path, only="models/*")
 
 
+def test_only_takes_every_path_as_it_is(keeper: Keeper) -> None:
+    """Prevents: a name with brackets that means another tensor, or none at all."""
+    # case 146, case 172
+    keys = ["layers[0]", "layers0", "b[!a]", "a*b", "new\nline[1]", "x?"]
+    keeper.save({"m": {key: {"w": torch.full((2,), float(i))} for i, key in enumerate(keys)}}, 0)
+    for i, key in enumerate(keys):
+        for path in (f"m/{key}", f"m/{key}/w"):
+            assert same(load(keeper.path, only=path)["m"][key]["w"], torch.full((2,), float(i)))
+
+
 def test_only_reads_only_what_it_names(keeper: Keeper) -> None:
     keeper.save({"a": torch.ones(5000)}, 1)
     before = set(keeper.path.glob("packs/*/*"))

@@ -10,6 +10,7 @@ import importlib
 import os
 import re
 import sys
+import traceback
 from contextlib import suppress
 from typing import Any
 
@@ -90,11 +91,14 @@ class LazyGroup(click.Group):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             ctx.exit(Exit.BROKEN_PIPE)
         except Exception as error:
+            if isinstance(error, MemoryError):
+                error.__traceback__ = error.__context__ = None  # lets go of what filled the memory
             code = exit_code(error)
             if code is None:
-                if not isinstance(error, OSError):
-                    raise
-                code = Exit.STORAGE
+                code = Exit.STORAGE if isinstance(error, OSError) else Exit.FAILED
+                if code == Exit.FAILED:  # a mistake in this program
+                    with suppress(OSError):
+                        traceback.print_exc()
             elif code == Exit.CORRUPT:
                 from deltackpt_tools.stores import gone_meanwhile
 
@@ -134,12 +138,14 @@ def report_error(error: Exception | KeyboardInterrupt, code: Exit) -> None:
 
     from deltackpt_tools.output import error_document, safe, write_json
 
-    message = str(getattr(error, "message", None) or error)
+    message = str(getattr(error, "message", None) or error or type(error).__name__)
     if isinstance(error, KeyboardInterrupt):
         message = "interrupted"
     hint = getattr(error, "hint", None)
     if isinstance(error, OSError) and exit_code(error) is None:
         message, hint = _told(error)
+    elif isinstance(error, MemoryError):
+        message, hint = "too little memory", "raise the limit on it (ulimit -v, or that of the job)"
     if code == Exit.CORRUPT and "deltackpt repair" not in (hint or ""):
         hint = f"{hint}; {MENDING}" if hint else MENDING
     try:
@@ -170,7 +176,8 @@ def _version(context: click.Context, _: click.Parameter, wanted: bool) -> None:
     epilog=(
         "A step is named RUN@STEP, @STEP (when only one run has it), RUN (its newest step), "
         "'latest' or the name of a pin. Exit codes: 0 ok, 1 finding, 2 usage, 3 partial, "
-        "10 not a store, 11 busy, 12 corrupt, 13 unsupported format, 14 storage, 130 interrupted."
+        "10 not a store, 11 busy, 12 corrupt, 13 unsupported format, 14 storage, 70 failed, "
+        "130 interrupted."
     ),
 )
 @click.option(
@@ -217,3 +224,7 @@ def main() -> None:
         with suppress(OSError):
             click.echo(f"deltackpt: {_told(error)[0]}", err=True)
         sys.exit(Exit.STORAGE)
+    except MemoryError:  # not enough even to tell of it
+        with suppress(OSError):
+            os.write(2, b"deltackpt: too little memory\n")
+        sys.exit(Exit.FAILED)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import click
@@ -30,11 +31,21 @@ def _best(text: str | None) -> Best | None:
 
 
 def _check_metric(store: Store, run: str, keep: Keep) -> None:
-    """`InvalidInputError` when no step of the run has the metric of ``--best``."""
+    """`InvalidInputError` when no step of the run has the metric of ``--best``, as a number."""
     if keep.best is None:
         return
-    names = {name for commit in store.lineage(run) for name in commit.metrics}
-    if keep.best[0] not in names:
+    lineage = store.lineage(run)
+    names = {name for commit in lineage for name in commit.metrics}
+    if keep.best[0] in names:
+        if all(math.isnan(commit.metrics.get(keep.best[0], math.nan)) for commit in lineage):
+            raise InvalidInputError(
+                f"metric {keep.best[0]!r} is NaN in every step of run {run!r} that has it: none is "
+                "the best, and nothing is taken off its list",
+                kind="no-match",
+                option="--best",
+                hint="name another metric, or leave --best out",
+            )
+    else:
         raise InvalidInputError(
             f"no step of run {run!r} has a metric {keep.best[0]!r}: nothing is taken off its list",
             kind="no-match",

@@ -17,17 +17,21 @@ class Exit(IntEnum):
     CORRUPT = 12
     UNSUPPORTED = 13  # the store needs another version of this program
     STORAGE = 14  # the file system refused: full, no permission, I/O error
+    FAILED = 70  # too little memory, or an error of this program; nothing was found out
     INTERRUPTED = 130  # Ctrl-C
     BROKEN_PIPE = 141  # the reader of our output went away
     TERMINATED = 143  # SIGTERM
 
 
 def exit_code(error: Exception) -> Exit | None:
-    """The exit code for `error`, or None when it is not one of the project's own errors.
+    """The exit code for `error`, or None when it is not one of the project's own errors, nor a lack
+    of memory.
 
     Imports the store's error classes only when called, which costs nothing: whoever raised one
     has imported them.
     """
+    if isinstance(error, MemoryError):
+        return Exit.FAILED
     from deltackpt_store import errors
 
     if isinstance(error, errors.NotFoundError):
@@ -38,7 +42,7 @@ def exit_code(error: Exception) -> Exit | None:
         (errors.ConflictError, Exit.BUSY),
         (errors.StorageError, Exit.STORAGE),
         (errors.InvalidInputError, Exit.USAGE),
-        (errors.DeltackptError, Exit.FINDING),
+        (errors.DeltackptError, Exit.FAILED),
     ):
         if isinstance(error, kind):
             return code

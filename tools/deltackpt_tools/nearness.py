@@ -13,8 +13,15 @@ _COMPARED = 5000  # paths, at most, that are compared letter by letter
 
 
 def matches(path: str, globs: Sequence[str]) -> bool:
-    """Whether `path` is wanted: no globs want everything; ``*`` crosses ``/``."""
-    return not globs or any(fnmatchcase(path, pattern) for pattern in globs)
+    """Whether `path` is wanted: no globs want everything; ``*`` crosses ``/``.
+
+    Every path is a glob of itself, also one with ``[`` in it.
+    """
+    return not globs or any(_matches(path, pattern) for pattern in globs)
+
+
+def _matches(path: str, pattern: str) -> bool:
+    return path == pattern or fnmatchcase(path, pattern)
 
 
 def require_matches(globs: Sequence[str], paths: Iterable[str], where: str) -> None:
@@ -24,7 +31,7 @@ def require_matches(globs: Sequence[str], paths: Iterable[str], where: str) -> N
     """
     known = list(paths) if globs else []
     for pattern in globs:
-        if not any(fnmatchcase(path, pattern) for path in known):
+        if not any(_matches(path, pattern) for path in known):
             raise NotFoundError(
                 f"nothing in {where} matches {pattern!r}",
                 kind="nothing-selected",

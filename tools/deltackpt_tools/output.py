@@ -53,7 +53,13 @@ def error_document(
     error: BaseException, message: str, hint: str | None, code: int
 ) -> dict[str, Any]:
     context: dict[str, Any] = getattr(error, "context", {})
-    kind = "storage" if isinstance(error, OSError) else "interrupted"
+    kind = "internal"
+    if isinstance(error, OSError):
+        kind = "storage"
+    elif isinstance(error, MemoryError):
+        kind = "memory"
+    elif isinstance(error, KeyboardInterrupt):
+        kind = "interrupted"
     return document(
         "error",
         exit_code=code,
