@@ -8,7 +8,6 @@ submodule with such code may change their shape by it (the observers of quantisa
 
 from __future__ import annotations
 
-import copy
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
@@ -24,7 +23,7 @@ from .nodes import kind_of, state_of
 from .paths import segments
 from .reading import Step
 from .targets import Leaf, Mismatch, Report, compare, slots_of, spelled_in_full
-from .undo import Attributes, alike
+from .undo import Attributes, alike, private_copy
 from .undo import undo as take_back
 from .values import dtype_name
 
@@ -237,9 +236,7 @@ class ModuleTarget:
 
     def _back_up(self) -> None:
         extra: OrderedDict[str, Any] = OrderedDict(
-            (key, copy.deepcopy(value))
-            for key, value in self._state.items()
-            if key not in self._own
+            (key, private_copy(value)) for key, value in self._state.items() if key not in self._own
         )
         attributes = Attributes(self._module.modules())
         self._undo.append(lambda: take_back(attributes, extra, self._extra, self._reload))

@@ -5,7 +5,6 @@ The object gets a private copy of the saved state, with exact container and key 
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -15,7 +14,7 @@ import torch
 from .nodes import kind_of
 from .reading import Step
 from .targets import Mismatch, Report, is_a, slots_of
-from .undo import Attributes
+from .undo import Attributes, private_copy
 from .undo import undo as take_back
 
 _log = logging.getLogger("deltackpt.restore")
@@ -79,7 +78,7 @@ class ObjectTarget:
             return
         present = self._present()
         if undo:
-            self._before = Attributes([self._object]), copy.deepcopy(present)
+            self._before = Attributes([self._object]), private_copy(present)
         self._object.load_state_dict(_placed(state, present))
 
     def _present(self) -> Any:

@@ -8,7 +8,6 @@ it. The optimizer keeps the tensors it is given, which nobody else holds.
 
 from __future__ import annotations
 
-import copy
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -25,6 +24,7 @@ from .paths import segment
 from .reading import Step
 from .target_plain import items_of, refilled
 from .targets import Leaf, Mismatch, Report, is_a, slots_of
+from .undo import private_copy
 from .views import shape_of
 
 
@@ -191,7 +191,7 @@ class OptimizerTarget:
         if undo:
             self._before = optimizer.state, optimizer.param_groups
             if not self._ordinary:
-                self._backup = copy.deepcopy(optimizer.state_dict())
+                self._backup = private_copy(optimizer.state_dict())
         aligned = self._aligned({"state": {}, **state})  # of no parameter, when none fits
         groups = list(optimizer.param_groups)
         before = optimizer.state

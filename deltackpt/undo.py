@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -36,6 +37,26 @@ def _dictionaries(attributes: Any) -> list[dict[str, Any]]:
         return []
     named = [attributes.get(name) for name in ("_parameters", "_buffers", "_modules")]
     return [attributes, *(held for held in named if is_a(held, dict))]
+
+
+def private_copy(value: Any) -> Any:
+    """A deep copy; results of computations, which `copy.deepcopy` refuses, without their graph."""
+    memo: dict[int, Any] = {}
+    _copy_results(value, memo)
+    return copy.deepcopy(value, memo)
+
+
+def _copy_results(value: Any, memo: dict[int, Any]) -> None:
+    """Note a copy of every tensor in `value` that has a graph, in the way of `copy.deepcopy`."""
+    if is_a(value, torch.Tensor):
+        if not value.is_leaf:
+            memo[id(value)] = value.detach().clone()
+    elif is_a(value, Mapping):
+        for item in value.values():
+            _copy_results(item, memo)
+    elif is_a(value, list, tuple):
+        for item in value:
+            _copy_results(item, memo)
 
 
 def undo(

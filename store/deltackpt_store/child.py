@@ -12,13 +12,20 @@ import sys
 
 _FOLDER, _NAME = os.path.split(__file__)
 WRITER = os.path.join(_FOLDER, "writer" + os.path.splitext(_NAME)[1])  # whether compiled or not
+_FROM_ARCHIVE = """
+import sys, zipimport
+file = sys.argv.pop(1)
+code = zipimport.zipimporter(file.rpartition("/")[0]).get_code("writer")
+exec(code, {"__name__": "__main__", "__file__": file})
+"""
 _DEPENDENCIES = ("blake3", "lmdb", "lz4", "msgspec", "numpy", "xxhash", "zstandard")
 
 
 def command(*options: str) -> list[str]:
     """The command line that runs `writer` with these options."""
     directories = os.pathsep.join(_dependency_directories())
-    return [*_interpreter(), WRITER, *options, "--path", directories]
+    start = [WRITER] if os.path.isfile(WRITER) else ["-c", _FROM_ARCHIVE, WRITER]
+    return [*_interpreter(), *start, *options, "--path", directories]
 
 
 def _interpreter() -> list[str]:

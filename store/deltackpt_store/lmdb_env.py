@@ -85,7 +85,7 @@ class Environment:
             _part(directory)
             with self._locked("gate.lock"):
                 self._open(map_bytes)
-        except (lmdb.Error, OSError, UnicodeError) as error:  # LMDB takes UTF-8 paths only
+        except (lmdb.Error, OSError) as error:
             self._close_locks()
             raise StorageError(
                 f"cannot open the index in {directory}: {error}", kind="index",
@@ -104,9 +104,10 @@ class Environment:
             _write_out(os.path.join(self.directory, _READERS), _READERS_BYTES)
         else:
             seal = None
-        env = lmdb.Environment(
-            self.directory, map_size=max(map_bytes, _size(data)), max_readers=1024, sync=False,
-            metasync=False, writemap=False, readahead=False, mode=0o600, lib_version=ENGINE,
+        env = lmdb.Environment(  # bytes: it takes no str that the locale cannot spell
+            os.fsencode(self.directory), map_size=max(map_bytes, _size(data)), max_readers=1024,
+            sync=False, metasync=False, writemap=False, readahead=False, mode=0o600,
+            lib_version=ENGINE,
         )  # fmt: skip
         try:
             if seal is not None and seal.packs != self._describe(env):

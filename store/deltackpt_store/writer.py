@@ -67,15 +67,15 @@ def main(arguments: list[str]) -> int:
 
 
 def _adopt_package() -> None:
-    """Make ``deltackpt_store`` the package this file lies in, wherever the import path leads."""
-    from importlib.util import module_from_spec, spec_from_file_location
+    """Make ``deltackpt_store`` the package this file lies in, wherever the import path leads.
+
+    The package may be compiled files without sources, or lie in an archive.
+    """
+    from importlib.machinery import PathFinder
+    from importlib.util import module_from_spec
 
     directory = os.path.dirname(os.path.abspath(__file__))
-    spec = spec_from_file_location(
-        "deltackpt_store",
-        os.path.join(directory, "__init__.py"),
-        submodule_search_locations=[directory],
-    )
+    spec = PathFinder.find_spec("deltackpt_store", [os.path.dirname(directory)])
     if spec is None or spec.loader is None:
         raise ImportError(f"no package in {directory}")
     package = module_from_spec(spec)

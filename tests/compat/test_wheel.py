@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import compileall
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -106,3 +108,24 @@ def test_the_store_needs_no_torch(environment: Path, tmp_path: Path) -> None:
         "            importlib.import_module(module.name)\n",
         cwd=tmp_path,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("form", ["compiled", "archive"])
+def test_packages_without_source_files_can_save(form: str, tmp_path: Path) -> None:
+    """The writer process finds its package where there are compiled files only, or an archive."""
+    site = tmp_path / "site"
+    ignore = shutil.ignore_patterns("__pycache__", "testing")
+    for package in ("deltackpt", "store/deltackpt_store"):
+        shutil.copytree(ROOT / package, site / Path(package).name, ignore=ignore)
+    if form == "compiled":
+        assert compileall.compile_dir(site, legacy=True, quiet=1)
+        for source in site.rglob("*.py"):
+            source.unlink()
+    else:
+        site = Path(shutil.make_archive(str(tmp_path / "packages"), "zip", site))
+    use = f"import sys; sys.path.insert(0, {str(site)!r})\n" + USE.format(site=str(site))
+    use = use.replace(", deltackpt_tools.cli", "").replace(", deltackpt_tools)", ")")
+    (tmp_path / "train.py").write_text(
+        "\n".join(line for line in use.splitlines() if "MINE" not in line and "tools" not in line)
+    )
+    assert call(sys.executable, "train.py", cwd=tmp_path)

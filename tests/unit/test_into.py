@@ -444,6 +444,69 @@ def assert_alike(left: Any, right: Any) -> None:
         assert left == right
 
 
+class Transposed(nn.Module):
+    """Saves and loads its weight in another layout, as modules with a format of their own do."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((20, 30), float(seed)))
+        self.fail = False
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        destination[prefix + "turned"] = self.weight.t() * 2
+
+    def _load_from_state_dict(self, state: Any, prefix: str, *rest: Any) -> None:
+        if self.fail:
+            raise ValueError("I do not like it")
+        with torch.no_grad():
+            self.weight.copy_(state[prefix + "turned"].t() / 2)
+
+
+class Lookahead(torch.optim.SGD):
+    """Its state_dict has a form of its own, with results of computations in it."""
+
+    def __init__(self, parameter: nn.Parameter) -> None:
+        super().__init__([parameter], lr=0.5)
+        self.slow = parameter * 3
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"fast": super().state_dict(), "slow": (self.slow,)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state["fast"])
+        (self.slow,) = state["slow"]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_has_a_graph_is_restored_like_the_rest(keeper: Keeper, fails: bool) -> None:
+    """Prevents a step that was saved and restores into nothing: of a module that computes its
+    entries, and of an object or optimizer that keeps a loss with its graph."""
+
+    def make(seed: int) -> dict[str, Any]:
+        model = Transposed(seed)
+        total = model.weight.sum() * seed
+        return {
+            "part": Part([total]),
+            "optimizer": Lookahead(model.weight),
+            "plain": {"total": model.weight.mean() + seed},
+            "model": model,
+        }
+
+    saved, target = make(1), make(2)
+    keeper.save(saved, 1)
+    if fails:
+        target["model"].fail = True
+        with pytest.raises(StateError, match="as it was before"):
+            back(keeper, target)
+        saved = make(2)
+    else:
+        back(keeper, target)
+    assert same(target["model"].weight, saved["model"].weight)
+    assert same(target["part"].value[0], saved["part"].value[0])
+    assert same(target["optimizer"].slow, saved["optimizer"].slow)
+    assert same(target["plain"]["total"], saved["plain"]["total"])
+
+
 @pytest.mark.parametrize("culprit", ["hooked", "part", "last"])
 def test_a_failing_part_leaves_everything_as_it_was(keeper: Keeper, culprit: str) -> None:
     # case 152

@@ -675,6 +675,24 @@ def test_lmdb_unable_to_open_changes_nothing_else(
     assert len(records) == 1
 
 
+@pytest.mark.parametrize("locale", ["C", "C.UTF-8"])
+def test_any_path_has_its_index_on_disk(tmp_path: Path, locale: str) -> None:
+    """Prevents that a store whose name is no UTF-8, or none of the locale, reads all tables of its
+    packs again for every writer."""  # case 171
+    work = """
+        import os, sys
+        from deltackpt_store.lmdb_index import LmdbIndex
+        path = os.fsencode(sys.argv[1]) + b"/\\xc3\\xbc\\xff"
+        LmdbIndex(os.fsdecode(path), store_uuid=bytes(16)).close()
+        assert os.path.getsize(path + b"/data.mdb") > 0
+    """
+    subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(work), str(tmp_path)],
+        env={**os.environ, "LC_ALL": locale, "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+        check=True,
+    )
+
+
 @pytest.mark.parametrize("what", ["file", "pipe", "folder is a file"])
 def test_something_else_in_the_place_of_the_index(tmp_path: Path, what: str) -> None:
     """Prevents: saves fail because of a thing that may be deleted at any time."""  # case 116
