@@ -6,6 +6,7 @@ never imported again.
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import os
 import sys
@@ -21,8 +22,18 @@ exec(code, {"__name__": "__main__", "__file__": file})
 _DEPENDENCIES = ("blake3", "lmdb", "lz4", "msgspec", "numpy", "xxhash", "zstandard")
 
 
+def has_interpreter() -> bool:
+    """Whether this process runs in an interpreter that can be started again.
+
+    Of a program that was frozen into an executable, another process would be that program again.
+    """
+    return bool(sys.executable) and not getattr(sys, "frozen", False)
+
+
 def command(*options: str) -> list[str]:
-    """The command line that runs `writer` with these options."""
+    """The command line that runs `writer` with these options; OSError without an interpreter."""
+    if not has_interpreter():
+        raise OSError(errno.ENOEXEC, "there is no Python interpreter to start a process with")
     directories = os.pathsep.join(_dependency_directories())
     start = [WRITER] if os.path.isfile(WRITER) else ["-c", _FROM_ARCHIVE, WRITER]
     return [*_interpreter(), *start, *options, "--path", directories]

@@ -13,7 +13,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import threading
 import traceback
@@ -55,9 +54,10 @@ class WriterProcess:
 
         Raises `WriterError` when the process cannot be started.
         """
-        if not sys.executable:
+        if not child.has_interpreter():
             raise WriterError(
-                "this interpreter has no executable to start the writer process with",
+                "there is no Python interpreter to start the writer process with: this program is"
+                " frozen or embeds Python",
                 hint='use writer="thread"',
             )
         self._stderr = error_file()

@@ -130,7 +130,7 @@ class Helper:
 def hire(packs: PackSet, hints: Sequence[str]) -> list[Helper]:
     """A helper for each further core, three at most; fewer, or none, where they cannot start."""
     helpers: list[Helper] = []
-    if sys.platform == "linux" and sys.executable and type(packs.io) is FileIO:
+    if sys.platform == "linux" and child.has_interpreter() and type(packs.io) is FileIO:
         try:
             for _ in range(min(MOST_CORES, len(os.sched_getaffinity(0))) - 1):
                 helpers.append(Helper(packs, hints))

@@ -191,6 +191,24 @@ def test_any_path_works(start: Start, tmp_path: Path, name: bytes) -> None:
     assert check_run(path) == [0]
 
 
+@pytest.mark.parametrize("where", ["frozen", "embedded"])
+def test_a_program_without_an_interpreter_is_not_started_again(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """Prevents that a frozen training is started anew, with the writer's options, by each save."""
+    if where == "frozen":
+        monkeypatch.setattr(sys, "frozen", True, raising=False)
+    else:
+        monkeypatch.setattr(sys, "executable", None)
+    with pytest.raises(WriterError, match="no Python interpreter") as caught:
+        start()
+    assert caught.value.hint == 'use writer="thread"'
+    with pytest.raises(OSError, match="no Python interpreter"):
+        launch.start_compactions(str(tmp_path), "{}", None)
+    start(mode="thread").save_now(0)
+    assert check_run(str(tmp_path / "store")) == [0]
+
+
 def test_niceness_is_that_of_the_option(start: Start) -> None:
     trainer = start(options=WriterOptions(nice=7))
     trainer.client.ready(60)
