@@ -84,6 +84,11 @@ class Keeper:
         return commit
 
 
+def save_state(path: Path, state: Mapping[str, Any], *, step: int = 1, chunk: int = 4096) -> Commit:
+    """Commit `state` as it is now, as a step that continues none."""
+    return Keeper(path, chunk=chunk).save(state, step)
+
+
 def back(keeper: Keeper, state: Any, **options: Any) -> Restored:
     done = restore_into(keeper.store, state, **options)
     assert done is not None

@@ -152,6 +152,12 @@ def opener(default_path: Path) -> Iterator[Opener]:
             ckpt.close()
 
 
+def save(path: Path, state: dict[str, Any]) -> None:
+    """Make `state` durable as step 1."""
+    with opener(path) as opened:
+        opened(state).save(1).result(120)
+
+
 def gate_disk(monkeypatch: pytest.MonkeyPatch) -> Gate:
     """A gate before every fdatasync of this process (writer="thread")."""
     gate, real = Gate(), FileIO.sync

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from saving import assert_same, opener
+from saving import assert_same, save
 from torch import nn
 
 from deltackpt.errors import MismatchError, StateError
@@ -49,11 +49,6 @@ class Refusing:
 
 def model(*, deaf: bool = False) -> nn.Sequential:
     return nn.Sequential(nn.Linear(3, 5), Observer(deaf=deaf), nn.BatchNorm1d(5))
-
-
-def save(path: Path, state: dict[str, Any]) -> None:
-    with opener(path) as opened:
-        opened(state).save(1).result(120)
 
 
 @pytest.mark.parametrize("low_memory", [False, True])

@@ -9,13 +9,12 @@ from typing import Any
 
 import msgspec
 import pytest
-from click.testing import CliRunner
+from command_line import run
 from deltackpt_store.errors import InvalidInputError
 from deltackpt_store.history import ancestors_after
 from deltackpt_store.manifest import Commit
 from deltackpt_tools.advice import Advice, advise, daly, from_commits, waste, young
 from deltackpt_tools.base_interval import base_interval
-from deltackpt_tools.cli import cli
 from deltackpt_tools.output import small_percent
 from deltackpt_tools.quantities import parse_duration, parse_share
 from small_store import SmallStore, pattern
@@ -130,7 +129,7 @@ def test_a_restore_is_measured_by_reading(tmp_path: Path) -> None:
 
 def test_text(tmp_path: Path) -> None:
     small = store_with(tmp_path / "store", 3)
-    output = CliRunner().invoke(cli, ["advise", small.path, "--mtbf", "1h", "--restore", "20s"])
+    output = run("advise", small.path, "--mtbf", "1h", "--restore", "20s")
     lines = output.output.splitlines()
     assert lines[:5] == [
         "run main: medians of 3 saves",
@@ -147,7 +146,7 @@ def test_too_few_saves_and_bad_options_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidInputError, match="2 are needed"):
         advise(small.path, mtbf=3600)
     for arguments in (["--mtbf", "soon"], ["--mtbf", "6h", "--overhead", "200%"], []):
-        assert CliRunner().invoke(cli, ["advise", small.path, *arguments]).exit_code == 2
+        assert run("advise", small.path, *arguments).exit_code == 2
 
 
 @pytest.mark.parametrize(

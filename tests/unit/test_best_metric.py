@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner
-from deltackpt_tools.cli import cli
+from command_line import run
 from saving import steps
 
 import deltackpt
@@ -64,13 +63,13 @@ def test_the_command_refuses_a_metric_that_no_step_has(tmp_path: Path) -> None:
     path = tmp_path / "s"
     _train(path, deltackpt.Keep(), [{"loss": 1.0, "accuracy": 0.5}, {"loss": 2.0}, {}])
     for more in ([], ["--dry-run"], ["--last", "1"]):
-        done = CliRunner().invoke(cli, ["retain", str(path), "main", "--best", "metricx", *more])
+        done = run("retain", path, "main", "--best", "metricx", *more)
         assert done.exit_code != 0
         text = str(done.exception) + done.output
         assert "'metricx'" in text
         assert "its metrics are accuracy, loss" in text
     assert steps(path) == [0, 1, 2]
-    done = CliRunner().invoke(cli, ["retain", str(path), "main", "--best", "loss"])
+    done = run("retain", path, "main", "--best", "loss")
     assert done.exit_code == 0, done.output
     assert steps(path) == [0, 2]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from authors import Author
-from click.testing import CliRunner
+from command_line import run
 from deltackpt_store import budgeted
 from deltackpt_store.budgeted import Budget, Coverage
 from deltackpt_store.check_log import _MAGIC, Check, CheckLog, _File  # pyright: ignore[reportPrivateUsage]
@@ -20,7 +20,6 @@ from deltackpt_store.pack import pack_path
 from deltackpt_store.store import Store
 from deltackpt_store.testing import FailingIO
 from deltackpt_store.verify import verify
-from deltackpt_tools.cli import cli
 
 PACKS = 9
 
@@ -204,9 +203,9 @@ def test_an_impossible_check_counts_as_none(store: Store, odd: dict[str, float])
     body = _MAGIC + msgspec.msgpack.encode(_File(store.uuid, checks))
     Path(f"{store.path}/cache/verified").write_bytes(body + digest_of(body))
     for bare in ("10", "1h30", "0.5"):
-        refused = CliRunner().invoke(cli, ["verify", store.path, "--budget", bare])
+        refused = run("verify", store.path, "--budget", bare)
         assert refused.exit_code == 2, "seconds, or bytes?"
         assert "say the unit" in refused.stderr
-    done = CliRunner().invoke(cli, ["verify", store.path, "--budget", "1GB"])
+    done = run("verify", store.path, "--budget", "1GB")
     assert done.exit_code == 0, done.output
     assert sorted(numbers(store).values()) == [1] * PACKS

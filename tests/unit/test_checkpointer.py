@@ -6,7 +6,7 @@ import gc
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,6 @@ from saving import (
     full_disk,
     gate_disk,
     gate_staging,
-    opener,
     saved,
     steps,
 )
@@ -41,18 +40,6 @@ from deltackpt.pipeline import SavePipeline
 from deltackpt.policy import Keep
 from deltackpt.restore import restore_into
 from deltackpt.stage import Packer
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "store"
-
-
-@pytest.fixture
-def opened(path: Path) -> Iterator[Opener]:
-    with opener(path) as open_one:
-        yield open_one
-
 
 # one instant -------------------------------------------------------------------------------------
 

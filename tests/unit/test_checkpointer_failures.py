@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,6 @@ from saving import (
     full_disk,
     gate_disk,
     gate_staging,
-    opener,
     saved,
     steps,
 )
@@ -41,17 +40,6 @@ from deltackpt import buffers, events, lifecycle, pipeline
 from deltackpt.checkpointer import Checkpointer
 from deltackpt.pipeline import SavePipeline
 from deltackpt.stage import Packer
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "store"
-
-
-@pytest.fixture
-def opened(path: Path) -> Iterator[Opener]:
-    with opener(path) as open_one:
-        yield open_one
 
 
 def _raises(*args: Any, **kwargs: Any) -> Any:

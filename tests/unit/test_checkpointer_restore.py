@@ -19,24 +19,12 @@ from saving import (
     assert_same,
     gate_disk,
     gate_staging,
-    opener,
     saved,
     steps,
 )
 
 import deltackpt
 from deltackpt.pipeline import SavePipeline
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "store"
-
-
-@pytest.fixture
-def opened(path: Path) -> Iterator[Opener]:
-    with opener(path) as open_one:
-        yield open_one
 
 
 def test_restore_right_after_save_waits_for_it(

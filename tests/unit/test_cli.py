@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import CliRunner, Result
+from command_line import run
 from deltackpt_store import Commit, FileIO, Store
 from deltackpt_store.errors import WriterError
-from deltackpt_tools.cli import COMMANDS, cli
+from deltackpt_tools.cli import COMMANDS
 from small_store import SmallStore, pattern
 
 DOCS = Path(__file__).parents[2] / "docs" / "cli.md"
@@ -26,10 +26,6 @@ ENVIRONMENT = {"torch": "2.13.0", "world": 1}
 STATS = {"stall_seconds": 0.02, "staged_seconds": 0.05, "writer_seconds": 0.2,
          "encode_seconds": 0.1, "flush_seconds": 0.1}  # fmt: skip
 VALUES = {"optimizer/lr": 0.001, "meta/names": ("a", "b"), "meta/none": None}
-
-
-def run(*arguments: str | Path) -> Result:
-    return CliRunner().invoke(cli, [str(argument) for argument in arguments])
 
 
 def run_json(*arguments: str | Path, code: int = 0) -> dict[str, Any]:

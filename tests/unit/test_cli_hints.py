@@ -12,19 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
+from command_line import run
 from deltackpt_store import Store
 from deltackpt_store.gc import collect
 from deltackpt_store.retention import Keep, apply
 from deltackpt_tools import watching
-from deltackpt_tools.cli import cli
 from deltackpt_tools.overview import du, show
 from deltackpt_tools.watching import await_store
 from small_store import SmallStore, pattern
-
-
-def run(*arguments: str | Path) -> Result:
-    return CliRunner().invoke(cli, [str(argument) for argument in arguments])
 
 
 @pytest.fixture

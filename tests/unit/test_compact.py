@@ -58,11 +58,6 @@ New = Callable[..., Author]
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return Store.create(tmp_path / "store")
-
-
-@pytest.fixture
 def new(store: Store) -> Iterator[New]:
     authors: list[Author] = []
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 from authors import Author
-from click.testing import CliRunner, Result
+from click.testing import Result
+from command_line import run
 from deltackpt_store.fileio import FileIO
 from deltackpt_store.gc import collect
 from deltackpt_store.retention import Keep, apply
 from deltackpt_store.store import Store
 from deltackpt_tools import command_compact
-from deltackpt_tools.cli import cli
 from deltackpt_tools.quantities import parse_rate
 
 WORDS = ["a", "b", "c"]
@@ -32,12 +32,12 @@ def path(tmp_path: Path) -> str:
     return store.path
 
 
-def run(*arguments: str) -> Result:
-    return CliRunner().invoke(cli, ["compact", *arguments])
+def compacted(*arguments: str) -> Result:
+    return run("compact", *arguments)
 
 
 def test_it_tells_what_it_does(path: str) -> None:
-    plan = run(path, "--dry-run")
+    plan = compacted(path, "--dry-run")
     assert plan.exit_code == 0
     packs = len(Store.open(path).packs.names())
     assert plan.output.splitlines()[0].startswith("main@5 would become a base: it took 2 packs (")
@@ -45,8 +45,8 @@ def test_it_tells_what_it_does(path: str) -> None:
         "would rewrite 6 chunks: 3 by themselves, 3 against a new base, 0 as they were",
         f"would remove {packs} packs",
     ]
-    assert "main: no new base is due" in run(path, "--when-ratio", "9", "--dry-run").output
-    done = run(path, "--max-rate", "100MB/s")
+    assert "main: no new base is due" in compacted(path, "--when-ratio", "9", "--dry-run").output
+    done = compacted(path, "--max-rate", "100MB/s")
     assert done.exit_code == 0
     first, second, third, last = done.output.splitlines()
     assert first.startswith("main@5 is a base now: it took 2 packs (")
@@ -55,25 +55,25 @@ def test_it_tells_what_it_does(path: str) -> None:
     assert third == f"removed {packs} packs"
     assert last.startswith(f"packs {packs} -> 1, ")
     assert "2 steps need fewer packs" in last
-    assert run(path).output == "nothing to do\n"
+    assert compacted(path).output == "nothing to do\n"
 
 
 def test_json(path: str) -> None:
-    document = json.loads(run(path, "--json").stdout)
+    document = json.loads(compacted(path, "--json").stdout)
     assert (document["chunks_own"], document["chunks_recoded"]) == (3, 3)
     assert document["packs_after"] == 1
     assert document["bases"][0]["packs_after"] == 1
-    assert json.loads(run(path, "--json").stdout)["nothing"] is True
+    assert json.loads(compacted(path, "--json").stdout)["nothing"] is True
 
 
 def test_exit_codes(path: str, tmp_path: Path) -> None:
-    assert run(path, "--run", "nobody").exit_code == 2
-    assert run(path, "--max-rate", "fast").exit_code == 2
-    assert run(path, "--min-live-share", "2").exit_code == 2
-    assert run(str(tmp_path)).exit_code == 10
+    assert compacted(path, "--run", "nobody").exit_code == 2
+    assert compacted(path, "--max-rate", "fast").exit_code == 2
+    assert compacted(path, "--min-live-share", "2").exit_code == 2
+    assert compacted(str(tmp_path)).exit_code == 10
     io = FileIO()
     handle = io.lock(f"{path}/gc/compact.lock", create=True)
-    busy = run(path, "--json")
+    busy = compacted(path, "--json")
     assert busy.exit_code == 11
     assert json.loads(busy.stdout)["error"]["kind"] == "compaction-running"
     io.close(handle)
@@ -81,7 +81,7 @@ def test_exit_codes(path: str, tmp_path: Path) -> None:
         data = bytearray(pack.read_bytes())
         data[200] ^= 1
         pack.write_bytes(data)
-    assert run(path).exit_code == 12
+    assert compacted(path).exit_code == 12
 
 
 def test_watch_goes_on_after_a_round_that_found_somebody_else(
@@ -99,7 +99,7 @@ def test_watch_goes_on_after_a_round_that_found_somebody_else(
             raise KeyboardInterrupt
 
     monkeypatch.setattr(command_compact.time, "sleep", sleep)
-    result = run(path, "--watch", "--interval", "90s")
+    result = compacted(path, "--watch", "--interval", "90s")
     assert result.exit_code == 130
     assert slept == [90.0] * 4
     assert "another compaction runs" in result.stderr

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
+from command_line import run
 from deltackpt_store.errors import InvalidInputError, NotFoundError
 from deltackpt_tools.changes import TensorChange
-from deltackpt_tools.cli import cli
 from deltackpt_tools.diffing import diff
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,19 +19,8 @@ from small_store import CHUNK, SmallStore, pattern
 PER = CHUNK // 4  # float32 elements of one chunk
 
 
-@pytest.fixture
-def small(tmp_path: Path) -> Iterator[SmallStore]:
-    store = SmallStore(tmp_path / "store")
-    yield store
-    store.close()
-
-
 def by_path(changes: tuple[TensorChange, ...]) -> dict[str, TensorChange]:
     return {change.path: change for change in changes}
-
-
-def run(*arguments: object) -> Any:
-    return CliRunner().invoke(cli, [str(argument) for argument in arguments])
 
 
 def test_identical_steps_give_code_0_and_an_empty_diff(small: SmallStore) -> None:

@@ -3,35 +3,26 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner
+from command_line import run
 from deltackpt_store import ChunkReader
 from deltackpt_store.errors import CorruptionError
 from deltackpt_tools import chunk_rows, numeric
 from deltackpt_tools.blaming import NotFinite, blame
 from deltackpt_tools.changes import ValueStats
-from deltackpt_tools.cli import cli
 from deltackpt_tools.diffing import diff
+from restoring import save_state
 from small_store import CHUNK, SmallStore, pattern
-from torch_store import save_state
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn,
           torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz]  # fmt: skip
 INTEGERS = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
             torch.uint16, torch.uint32, torch.uint64]  # fmt: skip
-
-
-@pytest.fixture
-def small(tmp_path: Path) -> Iterator[SmallStore]:
-    store = SmallStore(tmp_path / "store")
-    yield store
-    store.close()
 
 
 def stats_of(path: Path, old: torch.Tensor, new: torch.Tensor, chunk: int = 4096) -> ValueStats:
@@ -242,7 +233,7 @@ def test_without_the_extra_bits_are_compared_and_the_way_out_is_named(
     small.save("main", 2, {"w": np.ones(2000, np.uint16)}, views=views)
     (change,) = diff(small.store, "@1", "@2", values=True).tensors
     assert change.values == ValueStats(2000, 2000, None, None, None, None, None)
-    output = CliRunner().invoke(cli, ["diff", small.path, "@1", "@2", "--values"]).output
+    output = run("diff", small.path, "@1", "@2", "--values").output
     assert "pip install 'deltackpt[inspect]'" in output
     numeric.numeric_dtype.cache_clear()
 
@@ -256,4 +247,4 @@ def test_a_damaged_chunk_is_no_figure(small: SmallStore) -> None:
     pack.write_bytes(data)
     with pytest.raises(CorruptionError):
         diff(small.store, first, second, values=True)
-    assert CliRunner().invoke(cli, ["diff", small.path, "--values"]).exit_code == 12
+    assert run("diff", small.path, "--values").exit_code == 12

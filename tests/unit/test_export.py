@@ -21,18 +21,18 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner, Result
+from click.testing import Result
+from command_line import run
 from deltackpt_store.errors import CorruptionError
 from deltackpt_tools import publish, tensor_bytes
-from deltackpt_tools.cli import cli
 from deltackpt_tools.export_safetensors import export_safetensors
 from deltackpt_tools.export_torch import export_torch
 from deltackpt_tools.selection import select
+from restoring import save_state
 from safetensors import safe_open
 from safetensors.torch import load_file
 from small_store import SmallStore, pattern
 from torch import nn
-from torch_store import save_state
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta:UserWarning")
 
@@ -42,15 +42,15 @@ INTEGERS = [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8,
             torch.uint16, torch.uint32, torch.uint64]  # fmt: skip
 
 
-def run(*arguments: str | Path, code: int = 0) -> Result:
-    result = CliRunner().invoke(cli, ["export", *map(str, arguments)])
+def exported(*arguments: str | Path, code: int = 0) -> Result:
+    result = run("export", *arguments)
     assert result.exit_code == code, result.output
     return result
 
 
 def export(store: Path, target: Path, *more: str, code: int = 0) -> dict[str, Any]:
     document: dict[str, Any] = json.loads(
-        run(store, "main", target, "--json", *more, code=code).stdout
+        exported(store, "main", target, "--json", *more, code=code).stdout
     )
     return document
 
@@ -166,7 +166,7 @@ def test_what_is_left_out_is_listed(tmp_path: Path) -> None:
         "#rng": "internal to the library",
     }
     assert set(load_file(tmp_path / "out.safetensors")) == {"w"}
-    output = run(tmp_path / "store", "main", tmp_path / "b.safetensors").output
+    output = exported(tmp_path / "store", "main", tmp_path / "b.safetensors").output
     assert "  left out:\n" in output
     assert "    lr: not a tensor\n" in output
 
@@ -179,14 +179,14 @@ def test_a_dtype_the_format_lacks_is_reported_not_dropped_in_silence(tmp_path: P
     assert set(load_file(tmp_path / "out.safetensors")) == {"w"}
     assert (
         "not exported:"
-        in run(tmp_path / "store", "main", tmp_path / "b.safetensors", code=3).output
+        in exported(tmp_path / "store", "main", tmp_path / "b.safetensors", code=3).output
     )
 
 
 def test_names_that_collide_are_refused(tmp_path: Path) -> None:
     """Two tensors under one name: one of them would be lost without a word."""
     save_state(tmp_path / "store", {"m": {1: torch.ones(3), "1": torch.zeros(3)}})
-    result = run(tmp_path / "store", "main", tmp_path / "out.safetensors", code=2)
+    result = exported(tmp_path / "store", "main", tmp_path / "out.safetensors", code=2)
     assert "would both be called 'm/1'" in result.stderr
     assert sorted(os.listdir(tmp_path)) == ["store"]
     export(tmp_path / "store", tmp_path / "out.safetensors", "--only", "m/1")
@@ -330,7 +330,7 @@ def test_values_beyond_weights_only_are_kept_and_named(tmp_path: Path) -> None:
     assert loaded["dd"].default_factory is list
     assert loaded["there"].fold == 1
     assert loaded["deque"].maxlen == 5
-    assert "weights_only=False" in run(tmp_path / "store", "main", tmp_path / "b.pt").output
+    assert "weights_only=False" in exported(tmp_path / "store", "main", tmp_path / "b.pt").output
 
 
 def test_sparse_tensors_read_back(tmp_path: Path) -> None:
@@ -404,9 +404,9 @@ def test_an_existing_file_is_kept_unless_forced(tmp_path: Path, name: str) -> No
     save_state(tmp_path / "store", {"w": torch.ones(3)})
     target = tmp_path / name
     target.write_text("precious")
-    assert "--force" in run(tmp_path / "store", "main", target, code=2).stderr
+    assert "--force" in exported(tmp_path / "store", "main", target, code=2).stderr
     assert target.read_text() == "precious"
-    run(tmp_path / "store", "main", target, "--force")
+    exported(tmp_path / "store", "main", target, "--force")
     assert target.stat().st_size > 100
     assert sorted(os.listdir(tmp_path)) == sorted([name, "store"])
 
@@ -421,7 +421,7 @@ def test_a_link_beside_a_report_is_not_written_through(
     (tmp_path / "victim").write_text("precious")
     for guess in (f"r.html.{os.getpid()}.part", f".deltackpt.tmp-{'ab' * 6}"):
         (tmp_path / guess).symlink_to("victim")
-    CliRunner().invoke(cli, ["report", str(tmp_path / "store"), "-o", str(tmp_path / "r.html")])
+    run("report", tmp_path / "store", "-o", tmp_path / "r.html")
     assert (tmp_path / "victim").read_text() == "precious"
     assert opened
 
@@ -438,9 +438,9 @@ def test_no_output_is_written_into_a_store(tmp_path: Path, place: str) -> None:
     (tmp_path / "link").symlink_to("store")
     (tmp_path / "to").symlink_to("store/FORMAT")
     before = {path: path.read_bytes() for path in store.rglob("*") if path.is_file()}
-    said = [run(store, "main", target, "--format", "torch", "--force", code=2).stderr]
+    said = [exported(store, "main", target, "--format", "torch", "--force", code=2).stderr]
     for more in (["-o", target], ["-o", str(tmp_path / "r.html"), "--png", target]):
-        result = CliRunner().invoke(cli, ["report", str(store), *more])
+        result = run("report", store, *more)
         assert result.exit_code == 2
         said.append(result.stderr)
     assert {text.splitlines()[0] for text in said} == {
@@ -459,17 +459,17 @@ def test_damage_met_half_way_leaves_no_file(tmp_path: Path, name: str) -> None:
     data[30_000] ^= 1
     pack.write_bytes(data)
     target = tmp_path / name
-    run(tmp_path / "store", "main", target, code=12)
+    exported(tmp_path / "store", "main", target, code=12)
     assert sorted(os.listdir(tmp_path)) == ["store"]
     target.write_text("precious")
-    run(tmp_path / "store", "main", target, "--force", code=12)
+    exported(tmp_path / "store", "main", target, "--force", code=12)
     assert target.read_text() == "precious"
     assert sorted(os.listdir(tmp_path)) == sorted([name, "store"])
 
 
 def test_a_tensor_that_no_file_can_hold_is_refused(tmp_path: Path) -> None:
     save_state(tmp_path / "store", {"w": torch.ones(1).expand(1 << 31, 1 << 31)})
-    result = run(tmp_path / "store", "main", tmp_path / "out.safetensors", code=2)
+    result = exported(tmp_path / "store", "main", tmp_path / "out.safetensors", code=2)
     assert "'w' repeats its elements" in result.stderr
     assert sorted(os.listdir(tmp_path)) == ["store"]
 

@@ -20,11 +20,6 @@ def _metrics(path: Path) -> dict[int, dict[str, float]]:
     return {commit.step: dict(commit.metrics) for commit in Store.open(path).lineage("main")}
 
 
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "store"
-
-
 def test_the_save_at_close_has_the_metrics_of_its_step(path: Path) -> None:
     """Prevents: the last step of every run without its loss."""
     state = {"x": torch.zeros(4)}

@@ -5,12 +5,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
-from deltackpt_tools.cli import cli
+from command_line import run
 from torch import nn
 
 from deltackpt import Checkpointer
@@ -80,10 +78,6 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
             ckpt.save(step, metrics={"loss": loss.item()})
         ckpt.wait()
     return path
-
-
-def run(*arguments: object) -> Any:
-    return CliRunner().invoke(cli, [str(argument) for argument in arguments])
 
 
 def test_which_layers_a_lora_run_changed(store: Path) -> None:

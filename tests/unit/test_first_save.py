@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from deltackpt_store import coding_policy
-from saving import Opener, opener
-
-
-@pytest.fixture
-def opened(tmp_path: Path) -> Iterator[Opener]:
-    with opener(tmp_path / "store") as open_one:
-        yield open_one
+from saving import Opener
 
 
 @pytest.mark.parametrize(("bits", "small"), [(32, False), (12, True)])

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 from authors import CHUNK, Author, Session, check_everything, chunk_of, collected, id_of, words_in
-from collecting import authors_of, files, with_garbage
+from collecting import files, with_garbage
 from deltackpt_store import leases
 from deltackpt_store.catalogue import Catalogue
 from deltackpt_store.codecs import Encoded
@@ -37,16 +37,6 @@ from deltackpt_store.roots import read_roots
 from deltackpt_store.store import Store
 
 IO = FileIO()
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return Store.create(tmp_path / "store")
-
-
-@pytest.fixture
-def new(store: Store) -> Iterator[Callable[..., Author]]:
-    yield from authors_of(store)
 
 
 # what goes and what stays -----------------------------------------------------------------------

@@ -6,12 +6,11 @@ import errno
 import os
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 from authors import Author, Session, check_everything, collected
-from collecting import authors_of
 from deltackpt_store import leases, reserve
 from deltackpt_store.fileio import Buffer, FileIO, publish_bytes
 from deltackpt_store.gc import collect
@@ -19,16 +18,6 @@ from deltackpt_store.retention import retire
 from deltackpt_store.store import Store
 
 IO = FileIO()
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return Store.create(tmp_path / "store")
-
-
-@pytest.fixture
-def new(store: Store) -> Iterator[Callable[..., Author]]:
-    yield from authors_of(store)
 
 
 class FullDisk(FileIO):

@@ -8,13 +8,13 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from authors import Author, Session, check_everything, chunk_of, collected
-from collecting import authors_of, with_garbage
+from collecting import with_garbage
 from deltackpt_store import leases
 from deltackpt_store.errors import (
     ConflictError,
@@ -30,16 +30,6 @@ from deltackpt_store.retention import retire
 from deltackpt_store.store import Store
 
 IO = FileIO()
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return Store.create(tmp_path / "store")
-
-
-@pytest.fixture
-def new(store: Store) -> Iterator[Callable[..., Author]]:
-    yield from authors_of(store)
 
 
 # writers ----------------------------------------------------------------------------------------

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner
+from command_line import run
 from deltackpt_store.errors import ConflictError
-from deltackpt_tools.cli import cli
 from saving import saved, steps
 
 import deltackpt
@@ -49,7 +48,7 @@ def test_overwriting_without_a_restore_names_the_steps_it_leaves_and_the_way_bac
     assert "load(store, 'main', 4)" in message
     assert torch.equal(saved(path, 4)["x"], torch.full((4,), 4.0))
     assert "'main@4' on the command line" in message
-    shown = CliRunner().invoke(cli, ["show", str(path), "main@4"])
+    shown = run("show", path, "main@4")
     assert shown.exit_code == 0, shown.output
     assert "restore(step=4)" in message
     with deltackpt.Checkpointer(path, state, writer="thread") as ckpt:

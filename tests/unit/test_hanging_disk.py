@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,15 +13,9 @@ from deltackpt_store.fileio import FileIO
 from deltackpt_store.store import Store
 from deltackpt_store.testing import SlowIO
 from deltackpt_store.verify import verify
-from saving import Opener, Training, assert_same, gate_disk, opener
+from saving import Opener, Training, assert_same, gate_disk
 
 from deltackpt import Checkpointer, load, steps
-
-
-@pytest.fixture
-def opened(tmp_path: Path) -> Iterator[Opener]:
-    with opener(tmp_path / "store") as open_one:
-        yield open_one
 
 
 def set_timeout(ckpt: Checkpointer, seconds: float) -> None:

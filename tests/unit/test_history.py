@@ -6,7 +6,6 @@ import errno
 import os
 import random
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +25,6 @@ from deltackpt_store.manifest_io import encode_commit
 from deltackpt_store.names import number_name
 from small_store import SmallStore
 from step_content import TENSORS, content, steps_of
-
-
-@pytest.fixture
-def small(tmp_path: Path) -> Iterator[SmallStore]:
-    made = SmallStore(tmp_path / "store")
-    yield made
-    made.close()
-
 
 # runs and lineages ------------------------------------------------------------------------------
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,22 +16,11 @@ from deltackpt_store.fileio import FileIO
 from deltackpt_store.leases import held_commits
 from deltackpt_store.retention import Keep, apply
 from deltackpt_store.store import Store
-from saving import Opener, Training, assert_same, opener, steps
+from saving import Opener, Training, assert_same, steps
 
 import deltackpt
 import deltackpt.choosing as choosing_module
 import deltackpt.restore as restore_module
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "store"
-
-
-@pytest.fixture
-def opened(path: Path) -> Iterator[Opener]:
-    with opener(path) as open_one:
-        yield open_one
 
 
 def fill(opened: Opener, count: int = 3) -> tuple[Training, list[Any]]:

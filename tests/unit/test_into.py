@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,12 +16,6 @@ from restoring import Keeper, assert_equal, back, content, pair, stepped
 from torch import nn
 
 from deltackpt.load import load
-
-
-@pytest.fixture
-def keeper(tmp_path: Path) -> Keeper:
-    return Keeper(tmp_path / "store")
-
 
 # modules ----------------------------------------------------------------------------------------
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,11 +13,6 @@ from restoring import Keeper, assert_equal, back, content, pair, stepped
 from torch import nn
 
 from deltackpt.load import load
-
-
-@pytest.fixture
-def keeper(tmp_path: Path) -> Keeper:
-    return Keeper(tmp_path / "store")
 
 
 @pytest.mark.parametrize("low_memory", [False, True])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from authors import Author, check_everything
-from click.testing import CliRunner
+from command_line import run
 from deltackpt_store.client import WriterClient
 from deltackpt_store.codecs import RAW, Encoded
 from deltackpt_store.compact import compact
@@ -22,7 +22,6 @@ from deltackpt_store.repair import repair
 from deltackpt_store.retention import retire
 from deltackpt_store.store import Store
 from deltackpt_store.verify import verify
-from deltackpt_tools.cli import cli
 from small_store import SmallStore, pattern
 
 
@@ -38,7 +37,7 @@ def store(tmp_path: Path) -> Path:
 
 
 def _bytes(path: Path) -> int:
-    done = CliRunner().invoke(cli, ["du", str(path), "--json"])
+    done = run("du", path, "--json")
     assert done.exit_code == 0, done.output
     return sum(part["bytes"] for part in json.loads(done.stdout)["files"].values())
 
@@ -237,6 +236,6 @@ def test_verification_tells_of_links(linked: Linked) -> None:
     assert {note.name for note in report.notes if note.kind == "store"} == {
         "runs/side", linked.packs()[0],
     }  # fmt: skip
-    done = CliRunner().invoke(cli, ["verify", str(linked.path)])
+    done = run("verify", linked.path)
     assert done.exit_code == 0
     assert "note: runs/side: it is a symbolic link" in done.output

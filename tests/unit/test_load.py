@@ -30,11 +30,6 @@ class Color(enum.Enum):
     RED = 1
 
 
-@pytest.fixture
-def keeper(tmp_path: Path) -> Keeper:
-    return Keeper(tmp_path / "store")
-
-
 def roundtrip(keeper: Keeper, state: dict[Any, Any], **options: Any) -> Any:
     keeper.save(state, 1)
     return load(keeper.path, **options)

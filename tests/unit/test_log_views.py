@@ -4,29 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
-import pytest
-from click.testing import CliRunner
-from deltackpt_tools.cli import cli
+from command_line import run
 from deltackpt_tools.history_graph import graph
 from deltackpt_tools.history_stat import codec_shares, durable_seconds
 from deltackpt_tools.logbook import LoggedStep, Parent, log
 from deltackpt_tools.output import seconds
 from small_store import SmallStore, pattern
-
-
-@pytest.fixture
-def small(tmp_path: Path) -> Iterator[SmallStore]:
-    store = SmallStore(tmp_path / "store")
-    yield store
-    store.close()
-
-
-def run(*arguments: object) -> Any:
-    return CliRunner().invoke(cli, [str(argument) for argument in arguments])
 
 
 def entry(name: str, parent: str | None, made: float) -> LoggedStep:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from authors import Author, check_everything, words_in
-from click.testing import CliRunner
+from command_line import run
 from deltackpt_store.compact import compact
 from deltackpt_store.errors import ConflictError, CorruptionError
 from deltackpt_store.fileio import FileIO
@@ -24,7 +24,6 @@ from deltackpt_store.repair_lost import LostRepair
 from deltackpt_store.retention import retire
 from deltackpt_store.store import Store
 from deltackpt_store.verify import verify
-from deltackpt_tools.cli import cli
 from msgspec.structs import replace
 
 
@@ -113,13 +112,13 @@ def test_a_loss_can_be_accepted(made: tuple[Store, list[Commit]]) -> None:
 def test_the_command_accepts_a_loss(made: tuple[Store, list[Commit]]) -> None:
     store, commits = made
     lose(store, commits[1])
-    assert CliRunner().invoke(cli, ["verify", store.path]).exit_code == 12
-    refused = CliRunner().invoke(cli, ["gc", store.path])
+    assert run("verify", store.path).exit_code == 12
+    refused = run("gc", store.path)
     assert refused.exit_code == 12
-    accepted = CliRunner().invoke(cli, ["gc", store.path, "--accept-lost"])
+    accepted = run("gc", store.path, "--accept-lost")
     assert accepted.exit_code == 0, accepted.output
     assert "gave up 1 lost commit" in accepted.output
-    assert CliRunner().invoke(cli, ["verify", store.path]).exit_code == 0
+    assert run("verify", store.path).exit_code == 0
 
 
 def test_what_was_collected_is_not_lost(made: tuple[Store, list[Commit]]) -> None:

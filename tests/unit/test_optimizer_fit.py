@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from deltackpt_store.errors import MismatchError
-from saving import bits, opener
+from saving import bits, save
 from torch import nn
 
 from deltackpt.restore import Restored, restore_into
@@ -37,11 +37,6 @@ def stepped(parameters: Any, optimizer: torch.optim.Optimizer) -> None:
     for number, parameter in enumerate(parameters):
         parameter.grad = torch.full_like(parameter, 0.5 + number)
     optimizer.step()
-
-
-def save(path: Path, state: dict[str, Any]) -> None:
-    with opener(path) as opened:
-        opened(state).save(1).result(120)
 
 
 def back(path: Path, state: dict[str, Any], *, strict: bool = True) -> Restored:

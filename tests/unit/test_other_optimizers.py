@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from saving import assert_same, opener
+from saving import assert_same, save
 from torch import nn
 from torch.optim import Optimizer
 
@@ -58,11 +58,6 @@ def stepped(model: nn.Module, optimizer: Optimizer, times: int = 3) -> None:
         for parameter in model.parameters():
             parameter.grad = torch.full_like(parameter, 0.7 + number)
         optimizer.step()
-
-
-def save(path: Path, state: dict[str, Any]) -> None:
-    with opener(path) as opened:
-        opened(state).save(1).result(120)
 
 
 def assert_same_form(left: Any, right: Any, path: str = "") -> None:

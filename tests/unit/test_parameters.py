@@ -7,17 +7,16 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from click.testing import CliRunner
+from command_line import run
 from deltackpt_store.store import Store
-from deltackpt_tools.cli import cli
 from deltackpt_tools.parameters import ParameterNames
 from small_store import SmallStore
 
 import deltackpt
 
 
-def run(*arguments: object) -> str:
-    result = CliRunner().invoke(cli, [str(a) for a in arguments])
+def output(*arguments: object) -> str:
+    result = run(*arguments)
     assert result.exit_code in (0, 1), result.output
     return result.output
 
@@ -41,19 +40,19 @@ def test_optimizer_state_is_told_by_its_parameter(tmp_path: Path) -> None:
     for entry, name in expected.items():
         assert names.of(entry) == name
         for command in (["show", path, "latest"], ["diff", path, "@1", "@2"]):
-            found = json.loads(run(*command, "--json"))
+            found = json.loads(output(*command, "--json"))
             row = next(t for t in found["tensors"] if t["path"] == entry)
             assert row["parameter_name"] == name
-        (blamed,) = json.loads(run("blame", path, entry, "--json"))["tensors"]
+        (blamed,) = json.loads(output("blame", path, entry, "--json"))["tensors"]
         assert blamed["parameter_name"] == name
-    report = json.loads(run("report", path, "-o", tmp_path / "r.html", "--json"))
+    report = json.loads(output("report", path, "-o", tmp_path / "r.html", "--json"))
     habits = {t["path"]: t["parameter_name"] for r in report["runs"] for t in r["tensors"]}
     assert habits["opt/a~1b/state/1/exp_avg"] == "m/0.weight"
     assert "opt/a~1b/state/0/exp_avg (m/1.weight)" in (tmp_path / "r.html").read_text()
-    assert "opt/a~1b/state/0/exp_avg (m/1.weight)" in run("diff", path, "@1", "@2")
-    assert "opt/a~1b/state/0/exp_avg (m/1.weight)" in run("blame", path, "opt/*/exp_avg")
+    assert "opt/a~1b/state/0/exp_avg (m/1.weight)" in output("diff", path, "@1", "@2")
+    assert "opt/a~1b/state/0/exp_avg (m/1.weight)" in output("blame", path, "opt/*/exp_avg")
     shown = [
-        line for line in run("show", path, "latest").splitlines() if "state/0/exp_avg " in line
+        line for line in output("show", path, "latest").splitlines() if "state/0/exp_avg " in line
     ]
     assert "of m/1.weight" in shown[0]
 

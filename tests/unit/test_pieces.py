@@ -3,30 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import deltackpt_tools as tools
 import pytest
 from blake3 import blake3
-from click.testing import CliRunner
+from command_line import run
 from deltackpt_store.errors import InvalidInputError, NotFoundError
-from deltackpt_tools.cli import cli
 from small_store import CHUNK, SmallStore, pattern
 
 PER = CHUNK // 4
-
-
-@pytest.fixture
-def small(tmp_path: Path) -> Iterator[SmallStore]:
-    store = SmallStore(tmp_path / "store")
-    yield store
-    store.close()
-
-
-def run(*arguments: object) -> Any:
-    return CliRunner().invoke(cli, [str(argument) for argument in arguments])
 
 
 def test_a_tensor_chunk_by_chunk(small: SmallStore) -> None:

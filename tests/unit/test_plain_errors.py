@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import threading
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +13,10 @@ import torch
 from deltackpt_store.client import WriterClient
 from deltackpt_store.errors import DeltackptError, InvalidInputError, StateError
 from deltackpt_store.store import Store
-from saving import Opener, Training, opener, steps
+from saving import Opener, Training, steps
 
 import deltackpt
 from deltackpt import events
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "store"
-
-
-@pytest.fixture
-def opened(path: Path) -> Iterator[Opener]:
-    with opener(path) as open_one:
-        yield open_one
-
 
 STATE = {"x": torch.arange(400.0)}
 

@@ -13,6 +13,7 @@ import torch
 from deltackpt_store import codecs
 from deltackpt_store.store import Store
 from deltackpt_store.verify import verify
+from saving import bits
 from torch import nn
 
 import deltackpt
@@ -63,10 +64,6 @@ def train(
             one.step()
             reports[step] = ckpt.save(step).result(60)
     return reports
-
-
-def bits(tensor: torch.Tensor) -> bytes:
-    return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
 def check(path: Path, one: Mixed, make: Make, steps: int, *, strict: bool = True) -> None:

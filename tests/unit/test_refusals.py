@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
+from command_line import run
 from deltackpt_store.errors import NotFoundError, StorageError
 from deltackpt_store.fileio import FileIO
 from deltackpt_store.gc import collect
 from deltackpt_store.lmdb_index import open_index
 from deltackpt_store.oserror import storage_error
 from deltackpt_store.store import Store
-from deltackpt_tools.cli import COMMANDS, cli
+from deltackpt_tools.cli import COMMANDS
 from small_store import SmallStore, pattern
 
 
@@ -32,10 +32,6 @@ def store(tmp_path: Path) -> Store:
     made.save("main", 1, {"w": pattern(3000)})
     made.close()
     return made.store
-
-
-def run(*arguments: str) -> Any:
-    return CliRunner().invoke(cli, arguments)
 
 
 def deltackpt(*arguments: str, out: Any, err: Any = subprocess.PIPE) -> tuple[int, str]:

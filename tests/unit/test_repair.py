@@ -45,11 +45,6 @@ def repair(store: Any, **options: Any) -> RepairReport:
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return Store.create(tmp_path / "store")
-
-
-@pytest.fixture
 def new(store: Store) -> Iterator[Callable[..., Author]]:
     def make(run: str = "main") -> Author:
         _live.append(Author(store, run))

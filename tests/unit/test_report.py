@@ -10,9 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
+from command_line import run
 from deltackpt_tools import report_charts
-from deltackpt_tools.cli import cli
 from deltackpt_tools.heatmap_image import png
 from deltackpt_tools.module_paths import Folding, fold, natural, suited
 from deltackpt_tools.reporting import Report, report
@@ -95,7 +94,7 @@ def test_unreferenced_chunks_and_damage_are_told(tmp_path: Path) -> None:
     found = report(small.path)
     assert found.health.findings
     assert found.runs[0].unreadable[0][0] == "main@1"
-    result = CliRunner().invoke(cli, ["report", small.path, "-o", str(tmp_path / "r.html")])
+    result = run("report", small.path, "-o", tmp_path / "r.html")
     assert result.exit_code == 12
     assert "damage is listed" in result.output
     assert "damaged" in (tmp_path / "r.html").read_text()
@@ -216,9 +215,7 @@ def test_the_heat_map_as_an_image(path: Path, made: Report, tmp_path: Path) -> N
     colors = {tuple(color) for color in pixels.reshape(-1, 3).tolist()}
     assert (8, 48, 107) in colors  # changed whole
     assert (240, 242, 245) in colors  # did not change
-    arguments = ["report", str(path), "-o", str(tmp_path / "r.html"), "--png",
-                 str(tmp_path / "r.png")]  # fmt: skip
-    result = CliRunner().invoke(cli, arguments)
+    result = run("report", path, "-o", tmp_path / "r.html", "--png", tmp_path / "r.png")
     assert result.exit_code == 0, result.output
     assert result.output.splitlines() == [
         f"{tmp_path / 'r.html'}: {len((tmp_path / 'r.html').read_bytes()) / 1000:.1f} kB, "
@@ -238,7 +235,7 @@ def test_letters_have_their_shapes() -> None:
 
 def test_an_unwritable_page_gives_code_14(path: Path, tmp_path: Path) -> None:
     target = tmp_path / "none" / "r.html"
-    assert CliRunner().invoke(cli, ["report", str(path), "-o", str(target)]).exit_code == 14
+    assert run("report", path, "-o", target).exit_code == 14
 
 
 def test_module_paths() -> None:

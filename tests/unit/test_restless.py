@@ -6,14 +6,14 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from deltackpt_store.errors import CorruptionError
-from saving import Gate, Opener, Recorder, Training, assert_same, opener, saved, steps
+from saving import Gate, Opener, Recorder, Training, assert_same, saved, steps
 from torch import nn
 
 import deltackpt.extents as extents_module
@@ -22,17 +22,6 @@ from deltackpt import events
 from deltackpt.restless import LIMIT
 
 WIDE = 160  # 100 KiB matrices: noted word by word; narrower ones are noted whole
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "store"
-
-
-@pytest.fixture
-def opened(path: Path) -> Iterator[Opener]:
-    with opener(path) as open_one:
-        yield open_one
 
 
 @pytest.fixture

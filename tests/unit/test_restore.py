@@ -36,11 +36,6 @@ from deltackpt.load import load
 from deltackpt.restore import Restored, restore_into
 
 
-@pytest.fixture
-def keeper(tmp_path: Path) -> Keeper:
-    return Keeper(tmp_path / "store")
-
-
 def numbered(step: int) -> dict[str, Any]:
     """A state of which one chunk and one number change per step."""
     weight = torch.arange(6000, dtype=torch.float32)

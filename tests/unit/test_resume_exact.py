@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,11 +16,6 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from deltackpt.restore import restore_into
-
-
-@pytest.fixture
-def keeper(tmp_path: Path) -> Keeper:
-    return Keeper(tmp_path / "store")
 
 
 def seed_everything(seed: int) -> None:

@@ -27,11 +27,6 @@ HOUR = 3600.0
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return Store.create(tmp_path / "store")
-
-
-@pytest.fixture
 def author(store: Store) -> Iterator[Author]:
     made = Author(store, "main")
     yield made

@@ -25,11 +25,6 @@ from deltackpt.checkpointer import Checkpointer
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "store"
-
-
-@pytest.fixture
 def opened(path: Path) -> Iterator[Opener]:
     with opener(path) as open_one:
         yield lambda state, **options: open_one(state, **{"writer": "process", **options})

@@ -11,7 +11,6 @@ import stat
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +40,6 @@ from deltackpt_store.verify import verify
 from small_store import SmallStore, pattern
 from step_content import TENSORS, content, steps_of
 from toy_trainer import SEED, ToyTrainer
-
-
-@pytest.fixture
-def small(tmp_path: Path) -> Iterator[SmallStore]:
-    made = SmallStore(tmp_path / "store")
-    yield made
-    made.close()
 
 
 def listing(path: Path) -> dict[str, tuple[int, int, int]]:

@@ -3,25 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from deltackpt_store.errors import InvalidInputError
-from saving import Opener, opener, steps
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "store"
-
-
-@pytest.fixture
-def opened(path: Path) -> Iterator[Opener]:
-    with opener(path) as open_one:
-        yield open_one
+from saving import Opener, steps
 
 
 @pytest.mark.parametrize("limit", [None, math.inf, 1e10, 1e300, 10**400], ids=str)

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import pytest
 from blake3 import blake3
-from click.testing import CliRunner
+from command_line import run
 from deltackpt_store import (
     Commit,
     CorruptionError,
@@ -38,17 +38,9 @@ from deltackpt_store.pack import pack_name, pack_path
 from deltackpt_store.pack_writer import PackWriter
 from deltackpt_store.retention import retire
 from deltackpt_store.verify import Finding, VerifyReport, verify
-from deltackpt_tools.cli import cli
 from small_store import CHUNK, SmallStore, pattern
 
 LEVELS = ("structure", "records", "chunks", "restore")
-
-
-@pytest.fixture
-def small(tmp_path: Path) -> Iterator[SmallStore]:
-    made = SmallStore(tmp_path / "store")
-    yield made
-    made.close()
 
 
 def three_steps(small: SmallStore) -> list[Commit]:
@@ -228,18 +220,18 @@ def test_manifests_that_no_step_names_are_told_and_are_no_damage(small: SmallSto
         assert {(n.kind, n.name.rpartition("/")[2]) for n in report.notes} == {
             ("manifest", name) for name in orphans
         }
-    done = CliRunner().invoke(cli, ["verify", path])
+    done = run("verify", path)
     assert done.exit_code == 0
     assert "note: 2 manifests that no step names" in done.output
     assert "deltackpt gc" in done.output
-    shown = json.loads(CliRunner().invoke(cli, ["verify", path, "--json"]).stdout)
+    shown = json.loads(run("verify", path, "--json").stdout)
     assert shown["ok"]
     assert [note["kind"] for note in shown["notes"]] == ["manifest", "manifest"]
     assert verify(Store.open(path), run="main").notes == ()  # of one run only
     small.close()
     assert len(collect(Store.open(path)).manifests) == 2
     assert verify(Store.open(path)).notes == ()
-    assert "note:" not in CliRunner().invoke(cli, ["verify", path]).output
+    assert "note:" not in run("verify", path).output
 
 
 def test_a_chunk_with_another_copy_hits_nobody(small: SmallStore) -> None:

@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
+from command_line import run
 from deltackpt_tools import watching
-from deltackpt_tools.cli import cli
 from deltackpt_tools.watching import look, watch
 from small_store import SmallStore, pattern
 
 STATS = {"stall_seconds": 0.01, "staged_seconds": 0.02, "writer_seconds": 0.5,
          "staged_bytes": 4096.0, "skipped": 2.0}  # fmt: skip
-
-
-@pytest.fixture
-def small(tmp_path: Path) -> Iterator[SmallStore]:
-    store = SmallStore(tmp_path / "store")
-    yield store
-    store.close()
 
 
 def test_the_newest_save_of_every_run(small: SmallStore) -> None:
@@ -80,7 +71,7 @@ def test_watching_tells_of_every_new_step(
 
 def test_text(small: SmallStore) -> None:
     small.save("main", 6, {"w": pattern(2000)}, stats=STATS, metrics={"loss": 0.5})
-    result = CliRunner().invoke(cli, ["watch", small.path, "--once"])
+    result = run("watch", small.path, "--once")
     head, titles, row = result.output.splitlines()
     assert head.endswith("1 run, nothing in flight")
     assert titles.split()[:3] == ["run", "step", "saved"]
@@ -91,4 +82,4 @@ def test_text(small: SmallStore) -> None:
 
 def test_an_empty_store_and_a_run_that_is_not_there(small: SmallStore) -> None:
     assert look(small.path).runs == ()
-    assert CliRunner().invoke(cli, ["watch", small.path, "nobody", "--once"]).exit_code == 2
+    assert run("watch", small.path, "nobody", "--once").exit_code == 2
