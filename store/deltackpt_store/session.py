@@ -432,8 +432,8 @@ class RunWriter:
         except Exception as error:
             self._fail(save.id, error)
             return
-        if not self._flush():
-            return
+        if not self._flush() and save.id not in self._active:
+            return  # its blobs were among those that are lost
         try:
             save.table.freeze()
             stats = {**save.stats(message), **self._coding_stats()}

@@ -665,6 +665,20 @@ def test_a_storage_error_fails_every_save_that_lost_blobs(start: Start, tmp_path
     assert check_run(str(tmp_path / "store")) == [0, 1]
 
 
+def test_a_save_that_lost_nothing_is_committed_when_blobs_of_another_are_lost(start: Start) -> None:
+    """Prevents: a save of which nobody hears again."""
+    io = FailingIO(code=errno.EIO)
+    trainer = start(io=io, slots=60)
+    trainer.save_now(0)
+    first, second = trainer.begin(1), trainer.begin(2)
+    trainer.stage(first, state_at(1))
+    io.armed, io.at = True, 1
+    trainer.finish(second, 2)  # nothing has changed
+    assert trainer.client.result(second, 60).step == 2
+    with pytest.raises(StorageError):
+        trainer.client.result(first, 60)
+
+
 # opening -------------------------------------------------------------------------------------
 
 
