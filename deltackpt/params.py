@@ -14,20 +14,8 @@ from deltackpt_store.errors import MismatchError
 from torch import Tensor, nn
 
 from .nodes import Leaves, Origin
-from .tree import flatten
 
 _WRAPPED = "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"
-
-
-def names_of(state: Mapping[Any, Any]) -> dict[str, list[str | None]]:
-    """The "#params" entry of live objects: optimizer path -> name of each parameter index.
-
-    A name is ``<path of the module>/<name of the parameter, without wrappers>``, or the path of a
-    tensor outside of objects, found by identity; None for a parameter that is not in the state.
-    """
-    tree, leaves = flatten(state)
-    loose = loose_tensors(tree.tensor_paths, tree.origins, leaves)
-    return optimizer_names(tree.module_paths, tree.optimizer_paths, leaves, loose)
 
 
 def loose_tensors(
@@ -44,7 +32,12 @@ def optimizer_names(
     leaves: Leaves,
     loose: Iterable[tuple[str, Tensor]],
 ) -> dict[str, list[str | None]]:
-    """As :func:`names_of`, for a state that has been walked, with its :func:`loose_tensors`."""
+    """The "#params" entry of live objects: optimizer path -> name of each parameter index.
+
+    A name is ``<path of the module>/<name of the parameter, without wrappers>``, or the path of a
+    tensor outside of objects (see `loose_tensors`), found by identity; None for a parameter that is
+    not in the state.
+    """
     if not leaves.optimizers:
         return {}
     known: dict[int, str] = {}
@@ -114,8 +107,8 @@ def align(
     """A state_dict whose parameter order fits the present optimizer, matched by name.
 
     `recorded` names the checkpoint's parameter indices, `present` those of the live optimizer
-    (`names_of`), `groups` is the number of parameters in each of the live optimizer's groups.
-    Returns a shallow copy of `state_dict` in which only the order of "params" (and
+    (`optimizer_names`), `groups` is the number of parameters in each of the live optimizer's
+    groups. Returns a shallow copy of `state_dict` in which only the order of "params" (and
     "param_names") inside the groups has changed: `Optimizer.load_state_dict` pairs them up
     position by position. Parameters without a name are matched among themselves in order, and
     only when both sides have equally many.

@@ -1,6 +1,6 @@
 """The state tree: containers as structure nodes, tensors and plain values as numbered leaves.
 
-`flatten` walks a state once and compiles what it saw; `Tree.collect` walks the next state along
+`Walker` walks a state once and compiles what it saw; `Tree.collect` walks the next state along
 the same lines, several times faster, and notices any difference in keys, types or lengths.
 `build` (from `building`) is the way back.
 
@@ -75,7 +75,7 @@ from .nodes import (
 from .paths import join, segments
 from .tensors import PLAIN, refuse_unsupported
 
-__all__ = ["Leaves", "Origin", "Tree", "Walker", "build", "flatten"]
+__all__ = ["Leaves", "Origin", "Tree", "Walker", "build"]
 
 _log = logging.getLogger("deltackpt.tree")
 
@@ -114,16 +114,6 @@ class Tree:
         return True
 
 
-def flatten(state: Mapping[Any, Any]) -> tuple[Tree, Leaves]:
-    """Walk `state`: its compiled form and its leaves, nothing copied yet.
-
-    Raises `InvalidInputError` (kind "unsupported-value", context "path") for what has no portable
-    form, for containers that contain themselves and for more than 64 levels.
-    """
-    walker = Walker()
-    return walker.tree(dict(state)), walker.leaves
-
-
 class Walker:
     """One walk that compiles as it goes. Slots are given in walking order.
 
@@ -141,7 +131,12 @@ class Walker:
         self._inside: dict[int, str] = {}
 
     def tree(self, state: dict[Any, Any]) -> Tree:
-        """Walk `state`; see :func:`flatten`. A walker walks once."""
+        """Walk `state`: its compiled form; `leaves` has its leaves, nothing copied yet.
+
+        A walker walks once. Raises `InvalidInputError` (kind "unsupported-value", context "path")
+        for what has no portable form, for containers that contain themselves and for more than 64
+        levels.
+        """
         node, kid = self.walk(state, "", 0)
         structure = msgspec.msgpack.encode(node)
         self._check_size(structure)

@@ -41,11 +41,6 @@ def tensor_header(view: TensorView, extent: ExtentSpec) -> bytes:
     ).encode("ascii")
 
 
-def object_digest(document: bytes) -> bytes:
-    """Digest of a plain value, given its value document."""
-    return blake3(_OBJECT + document).digest()
-
-
 class _Plan:
     """The part of a root that depends on the layout only, kept between the steps of a run.
 
@@ -110,12 +105,6 @@ def tensor_digest(snapshot: Snapshot, slot: int) -> bytes:
     if plan.views[slot] is None:
         raise IndexError(f"slot {slot} holds no tensor")
     return plan.digest(snapshot, slot)
-
-
-def leaf_digests(snapshot: Snapshot) -> list[bytes]:
-    """Digest of every leaf by slot, tensors and objects alike."""
-    plan = _plan(snapshot.layout)
-    return [plan.digest(snapshot, slot) for slot in range(len(plan.views))]
 
 
 def _leaves(snapshot: Snapshot, slots: Sequence[int], skip: int) -> bytes:

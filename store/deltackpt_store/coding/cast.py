@@ -25,7 +25,6 @@ MAX_PARTS = 255
 
 _BLOCK = 8 * 1024  # elements
 _HEAD = struct.Struct("<HH")
-_INFINITE = 0x7F800000
 
 Halves = NDArray[np.uint16]
 Words = NDArray[np.uint32]

@@ -155,7 +155,7 @@ class ShortIO(FileIO):
 
 
 class SlowIO(Intercepting):
-    """Waits `seconds` before each of `calls`; `gate`, when given, must be set to go on at all."""
+    """Waits `seconds` before each of `calls`."""
 
     def __init__(
         self,
@@ -163,16 +163,11 @@ class SlowIO(Intercepting):
         *,
         seconds: float = 0.0,
         calls: Sequence[str] = ("sync",),
-        gate: threading.Event | None = None,
     ) -> None:
         super().__init__(inner)
         self._seconds = seconds
         self._calls = frozenset(calls)
-        self._gate = gate
 
     def before(self, name: str, arguments: tuple[Any, ...]) -> None:
-        if name in self._calls:
-            if self._seconds:
-                time.sleep(self._seconds)
-            if self._gate is not None:
-                self._gate.wait()
+        if name in self._calls and self._seconds:
+            time.sleep(self._seconds)

@@ -14,6 +14,9 @@ from deltackpt_store.testing.failing import CALLS, Intercepting
 Tell = Callable[[bytes], None]
 Operation = Callable[[FileIO, Tell], None]
 
+TOLD_BYTES = 32
+"""An operation tells pieces of this length."""
+
 
 class KillingIO(Intercepting):
     """Real files; the process is killed (SIGKILL) when it comes to call `kill_at` of those named in
@@ -54,13 +57,11 @@ class Death(NamedTuple):
     told: list[bytes]
 
 
-def killed_at(
-    operation: Operation, kill_at: int, *, calls: Sequence[str] = CALLS, told_bytes: int = 32
-) -> Death:
+def killed_at(operation: Operation, kill_at: int, *, calls: Sequence[str] = CALLS) -> Death:
     """Run `operation(io, tell)` in a forked child that is killed at its file call `kill_at`.
 
     With `calls` only those count. `CHANGES` leaves nothing out: killed at any other call, a process
-    leaves the same files as at the next one of these. What the child tells (pieces of `told_bytes`
+    leaves the same files as at the next one of these. What the child tells (pieces of `TOLD_BYTES`
     each) before its death comes back. Call it in a process without other threads. AssertionError
     when the child fails by itself.
     """
@@ -81,7 +82,7 @@ def killed_at(
         told = file.read()
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     assert status in (0, -signal.SIGKILL), f"the operation failed before call {kill_at}"
-    pieces = [told[i : i + told_bytes] for i in range(0, len(told), told_bytes)]
+    pieces = [told[i : i + TOLD_BYTES] for i in range(0, len(told), TOLD_BYTES)]
     return Death(status != 0, pieces)
 
 
