@@ -101,16 +101,24 @@ class Compactions:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._thread: threading.Thread | None = None
-        self._closed = False
+        self._begun = self._closed = False
 
     def start(self) -> None:
-        """Begin, at the first call. Returns at once."""
-        if self._thread is None and not self._closed:
-            self._thread = threading.Thread(
-                target=self._watch, name="deltackpt-compactions", daemon=True
-            )
-            self._thread.start()
-            _living.add(self)
+        """Begin, at the first call. Returns at once; that it cannot begin is told, too."""
+        if self._begun or self._closed:
+            return
+        self._begun = True
+        _living.add(self)
+        thread = threading.Thread(target=self._watch, name="deltackpt-compactions", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # the system gives no more
+            self._deliver(WriterError(
+                f"no thread can be started for compaction: {error}", kind="no-thread",
+                hint="raise the limit on threads or processes (ulimit -u)",
+            ))  # fmt: skip
+        else:
+            self._thread = thread
 
     def close(self) -> None:
         """End the process, in whatever it is doing: nothing is lost by that. Idempotent."""

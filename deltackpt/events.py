@@ -4,10 +4,11 @@ An observer is any object with an ``on_event(event)`` method. The events of one 
 those of different saves may come at once, on whichever thread the thing happened: `Staged` on the
 staging thread; `Committed`, `Compacted` and `Failed` on a thread of their own, except that a save
 which fails while it is staged fails there; `StoreCompacted` and `CompactionFailed` on another
-one; `Skipped`, `Restored` and `Preempted` in the caller's.
-An observer should return quickly: what that thread does next waits for it; so it cannot save, wait
-or close, which is refused there. What an observer raises is logged and goes no further, but for
-an exit or Ctrl-C in the main thread. `Restored` is what `Checkpointer.restore` returns.
+one (in the caller's, when the system has none to give); `Skipped`, `Restored` and `Preempted` in
+the caller's. An observer should return quickly: what that thread does next waits for it; so it
+cannot save, wait or close, which is refused there. What an observer raises is logged and goes no
+further, but for an exit or Ctrl-C in the main thread. `Restored` is what `Checkpointer.restore`
+returns.
 """
 
 from __future__ import annotations

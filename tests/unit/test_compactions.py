@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -103,6 +104,28 @@ def test_a_compacting_process_that_dies_is_told_and_training_goes_on(
     training.step()
     training.ckpt.close()
     training.check()
+
+
+def test_without_a_thread_for_it_training_goes_on_uncompacted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prevents: a save that counts as failed, and a close that lets nothing go, for a helper."""
+    real = threading.Thread.start
+
+    def start(self: threading.Thread) -> None:
+        if self.name == "deltackpt-compactions":
+            raise RuntimeError("can't start new thread")
+        real(self)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    training = Training(tmp_path, compact="auto")
+    training.step()
+    training.step()
+    [failed] = training.recorder.of(CompactionFailed)
+    assert failed.error.kind == "no-thread"
+    training.ckpt.close()
+    training.check()
+    assert deltackpt.steps(tmp_path / "store") == [1, 2]
 
 
 def test_a_checkpointer_that_is_dropped_ends_its_process(tmp_path: Path) -> None:
