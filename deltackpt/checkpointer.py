@@ -72,6 +72,10 @@ class Checkpointer:
     As long as no optimizer step and no :meth:`lock` has been seen, and with ``overlap=False``,
     `save` returns only once nothing needs to be locked any more.
 
+    **What is durable.** A step exists, and survives a loss of power, once the `result` of its
+    handle, :meth:`wait` or :meth:`close` has returned, or observers are told `Committed`. With a
+    writer process, a trainer that is killed loses no save that is staged and handed over.
+
     **Objects of your own** are asked for their `state_dict` inside of `save`. A data loader's must
     say what the loop has taken from it, not what its workers have prefetched, and taking one batch
     and completing the step belong together: then a resumed run sees each sample once.

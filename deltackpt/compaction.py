@@ -35,6 +35,7 @@ class Compact:
     the newest step take more than so many times what they are coded against; `every`: only after
     at least so many commits; None: no such condition. `min_live_share`: packs of which less is
     needed are rewritten. `max_rate`: bytes read and written per second, None for no bound.
+    `InvalidInputError` names the value that cannot be used.
     """
 
     interval: float = 300.0

@@ -39,13 +39,18 @@ def load(
     from; `device` moves them. The caller owns all of it: nothing refers to the store any more.
 
     Without `step`, the newest step that verifies (newer, damaged ones are logged); `run` may name
-    one as ``RUN@STEP``, as on the command line. `only`: globs
-    over paths; dict entries that none matches are left out, such items of lists and tuples are
-    None.
+    one as ``RUN@STEP``, as on the command line. `only`: globs over paths; dict entries that none
+    matches are left out, such items of lists and tuples are None. `threads` read in parallel
+    (default: as many as processors, at most 8, and helper processes where much is to be decoded).
+
+    Any thread or process may call it, also beside a training that saves into the store: the step
+    is held meanwhile, so that retention and collection leave it alone, where the store can be
+    written to.
 
     Raises `NotFoundError` for an unknown store, run or step, `CorruptionError` naming the tensors
-    for a `step` that is damaged (or when none verifies), `InvalidInputError` when `only` matches
-    nothing or the step needs more memory than there is.
+    for a `step` that is damaged (or when none verifies), `UnsupportedFormatError`, `StorageError`
+    when the store cannot be read, and `InvalidInputError` for an unusable option, when `only`
+    matches nothing, or when the step needs more memory than there is.
     """
     check_mode()
     store = store if isinstance(store, Store) else Store.open(store)
@@ -71,7 +76,12 @@ def load(
 
 
 def steps(store: Store | str | os.PathLike[str], run: str = "main") -> list[int]:
-    """The steps of `run` that can be named, oldest first; see `Store.steps`."""
+    """The steps of `run` that can be named, oldest first: those that its newest one continues.
+
+    Only commit records are read; for any thread or process. Raises `NotFoundError` for an unknown
+    store, and for a run that is unknown or has no step yet, `CorruptionError` when no commit of the
+    run can be read, `UnsupportedFormatError`, `StorageError`.
+    """
     return (store if isinstance(store, Store) else Store.open(store)).steps(run)
 
 

@@ -91,7 +91,8 @@ class Every:
 
     `steps=n`: at the multiples of n, also when the loop steps over one (a call at 51 after one at
     48 is due for ``steps=50``). `seconds`: when the last save was started at least that long ago,
-    measured by a monotonic clock from the opening of the checkpointer.
+    measured by a monotonic clock from the opening of the checkpointer. `InvalidInputError` names
+    the value that cannot be used.
     """
 
     steps: int | None = None
@@ -121,6 +122,7 @@ class Keep:
     is never the best, and a warning tells when no step has it. `within`:
     steps of the last so many seconds of training. ``Keep()`` without a rule keeps everything.
     The newest step is never removed, whatever the rules say, and neither is a pinned one.
+    `InvalidInputError` names the rule that cannot be used.
     """
 
     last: int | None = None

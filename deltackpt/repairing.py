@@ -37,12 +37,15 @@ def repair(
     Copies are looked for in the store itself, in other stores (`sources`), and in a live `state`
     as a Checkpointer is given one: its tensors are cut and hashed as a save does, and a chunk that
     has the id of a lost one is that chunk. Nothing of `state` changes; call it between two steps.
-    Damaged files are moved to ``quarantine``, never deleted. Safe beside running trainings (their
-    writers are waited for, `timeout` seconds at most) and to interrupt: run it again. `dry_run`
-    writes nothing.
+    Damaged files are moved to ``quarantine``, never deleted; what is put right is durable when
+    this returns. Safe beside running trainings (their writers are waited for, `timeout` seconds at
+    most) and to interrupt: run it again. `dry_run` writes nothing. `threads` verify in parallel.
 
-    Raises what `deltackpt_store.repair.repair` does; `report.ok` tells whether all is whole now,
-    `report.lost` which bytes of which tensors of which steps are not.
+    `report.ok` tells whether all is whole now, `report.lost` which bytes of which tensors of which
+    steps are not. Raises `InvalidInputError` for an unusable option, `NotFoundError` and
+    `UnsupportedFormatError` for what cannot be opened, `CorruptionError` when neither the store nor
+    a copy tells which steps there are, or what FORMAT held, `ConflictError` when a collection or
+    another repair runs, and `StorageError`.
     """
     check_flags(dry_run=dry_run)
     check_threads(threads)

@@ -132,8 +132,14 @@ def restore_into(
     `key_map` renames keys of modules: "unwrap" ignores what wrappers add, a mapping renames
     prefixes (``{"module.": ""}``), a function gives the target's key. Optimizers' gradients, steps
     and hooks are not touched, but for the hooks of ``load_state_dict``, which run once. `threads`
-    read in parallel (default: as many as processors, at most 8). What is read is held meanwhile:
-    retention and collection leave it alone, where the store can be written to.
+    read in parallel (default: as many as processors, at most 8, and helper processes where much is
+    to be decoded). What is read is held meanwhile: retention and collection leave it alone, where
+    the store can be written to.
+
+    Call it in the thread that uses the objects, while no save of them is in flight
+    (`Checkpointer.restore` waits for that). Beside the errors above it raises `NotFoundError` for
+    an unknown store or `step`, `UnsupportedFormatError`, `StorageError` when the store cannot be
+    read, and `InvalidInputError` for an unusable option or a `state` that cannot be restored into.
     """
     store = store if isinstance(store, Store) else Store.open(store)
     restored, held = restore_and_hold(

@@ -140,7 +140,9 @@ def repair(
     again to go on. `dry_run` writes nothing and takes no lock.
 
     ConflictError when a collection or another repair runs; NotFoundError, UnsupportedFormatError
-    for what cannot be opened; StorageError when the store or a source cannot be read or written.
+    for what cannot be opened; CorruptionError when neither the store nor a copy tells which steps
+    there are, or what FORMAT held; StorageError when the store or a source cannot be read or
+    written.
     """
     others: list[Store] = []
     chunks: list[ChunkSource] = []
