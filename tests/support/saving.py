@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -156,6 +157,11 @@ def save(path: Path, state: dict[str, Any]) -> None:
     """Make `state` durable as step 1."""
     with opener(path) as opened:
         opened(state).save(1).result(120)
+
+
+def set_timeout(ckpt: Checkpointer, seconds: float) -> None:
+    """Change `durable_timeout` from the next save on."""
+    ckpt._pipeline._options = dataclasses.replace(ckpt._options, durable_timeout=seconds)
 
 
 def gate_disk(monkeypatch: pytest.MonkeyPatch) -> Gate:

@@ -31,13 +31,13 @@ from saving import (
     gate_disk,
     gate_staging,
     saved,
+    set_timeout,
     steps,
 )
 
 import deltackpt.detect as detect_module
 import deltackpt.stage as stage_module
 from deltackpt import buffers, events, lifecycle, pipeline
-from deltackpt.checkpointer import Checkpointer
 from deltackpt.pipeline import SavePipeline
 from deltackpt.stage import Packer
 
@@ -406,7 +406,7 @@ def test_storage_that_hangs_fails_the_save_in_time_and_names_it(path: Path, open
     ckpt.save(0).result(60)
     client = ckpt._pipeline._link._client
     assert client is not None
-    ckpt._pipeline._options = _with_timeout(ckpt, 0.5)
+    set_timeout(ckpt, 0.5)
     os.kill(client.writer_pid, signal.SIGSTOP)
     training.step()
     ckpt.save(1)
@@ -421,16 +421,10 @@ def test_storage_that_hangs_fails_the_save_in_time_and_names_it(path: Path, open
     assert caught.value.kind == "timeout"
     ckpt._pipeline.wait_idle(60)
     ckpt._pipeline.failures.take()
-    ckpt._pipeline._options = _with_timeout(ckpt, 60.0)
+    set_timeout(ckpt, 60.0)
     training.step()
     ckpt.save(4).result(60)
     assert steps(path) == [0, 4]
-
-
-def _with_timeout(ckpt: Checkpointer, seconds: float) -> Any:
-    import dataclasses
-
-    return dataclasses.replace(ckpt._options, durable_timeout=seconds)
 
 
 def test_time_for_which_the_process_is_stopped_does_not_count(
@@ -474,7 +468,7 @@ def test_staging_that_hangs_gives_the_save_up_and_lets_training_go_on(
     training.step()
     ckpt.save(0).result(60)
     training.step()
-    ckpt._pipeline._options = _with_timeout(ckpt, 0.3)
+    set_timeout(ckpt, 0.3)
     gate.close()
     ckpt.save(1)
     gate.wait_for_visitor()
@@ -482,6 +476,6 @@ def test_staging_that_hangs_gives_the_save_up_and_lets_training_go_on(
     gate.open()
     with pytest.raises(StorageError, match="step 1 was not staged"):
         ckpt.wait()
-    ckpt._pipeline._options = _with_timeout(ckpt, 60.0)
+    set_timeout(ckpt, 60.0)
     ckpt.save(2).result(60)
     assert_same(saved(path, 2), training.copy())

@@ -3,7 +3,6 @@ hangs for a while."""
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from pathlib import Path
 
@@ -13,13 +12,9 @@ from deltackpt_store.fileio import FileIO
 from deltackpt_store.store import Store
 from deltackpt_store.testing import SlowIO
 from deltackpt_store.verify import verify
-from saving import Opener, Training, assert_same, gate_disk
+from saving import Opener, Training, assert_same, gate_disk, set_timeout
 
-from deltackpt import Checkpointer, load, steps
-
-
-def set_timeout(ckpt: Checkpointer, seconds: float) -> None:
-    ckpt._pipeline._options = dataclasses.replace(ckpt._options, durable_timeout=seconds)
+from deltackpt import load, steps
 
 
 # case 79
