@@ -10,6 +10,7 @@ import os
 import pathlib
 import pickletools
 import secrets
+import stat
 import subprocess
 import sys
 import zipfile
@@ -23,7 +24,7 @@ import pytest
 import torch
 from click.testing import Result
 from command_line import run
-from deltackpt_store.errors import CorruptionError
+from deltackpt_store.errors import CorruptionError, StorageError
 from deltackpt_tools import publish, tensor_bytes
 from deltackpt_tools.export_safetensors import export_safetensors
 from deltackpt_tools.export_torch import export_torch
@@ -505,6 +506,27 @@ def test_file_systems_without_hard_links_work(
     with publish.published(str(tmp_path / "out"), force=False) as file:
         file.write(b"x")
     assert os.listdir(tmp_path) == ["out"]
+
+
+def test_a_name_that_cannot_be_made_durable_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prevents: an error of the disk that names no file, after all bytes have been written."""
+    real = os.fsync
+
+    def refuse(handle: int) -> None:
+        if stat.S_ISDIR(os.fstat(handle).st_mode):
+            raise OSError(5, "Input/output error")
+        real(handle)
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    target = tmp_path / "out"
+    with (
+        pytest.raises(StorageError, match=r"cannot write .*out: Input/output error"),
+        publish.published(str(target), force=False) as file,
+    ):
+        file.write(b"x")
+    assert target.read_bytes() == b"x"
 
 
 def test_an_interrupted_export_leaves_nothing(tmp_path: Path) -> None:

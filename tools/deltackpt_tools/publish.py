@@ -104,10 +104,10 @@ def _unwinding_on_sigterm() -> Generator[None, None, None]:
 def published(path: str, *, force: bool) -> Generator[BufferedRandom, None, None]:
     """A seekable file for writing and reading back, published as `path` when the block ends well.
 
-    On any exception (Ctrl-C and SIGTERM included) nothing of it remains, and a file that was at
-    `path` before is untouched. Where a symbolic link is at `path` it is written what that leads to.
-    Durable on return. Raises InvalidInputError when `path` exists and
-    not `force` or lies in a store, StorageError when the file system refuses.
+    On any exception in the block (Ctrl-C and SIGTERM included) nothing of it remains, and a file
+    that was at `path` before is untouched. Where a symbolic link is at `path` it is written what
+    that leads to. Durable on return. Raises InvalidInputError when `path` exists and not `force` or
+    lies in a store, StorageError when the file system refuses.
     """
     check_target(path, force=force)
     told, path = path, os.path.realpath(path)
@@ -123,12 +123,16 @@ def published(path: str, *, force: bool) -> Generator[BufferedRandom, None, None
                 os.replace(temporary, path)
             else:
                 _rename_to_new(temporary, path)
+            _sync_folder(folder)
         except BaseException as error:
             if os.path.lexists(temporary):
                 os.unlink(temporary)
             if isinstance(error, OSError) and not isinstance(error, DeltackptError):
                 raise cannot_write(error, told) from error
             raise
+
+
+def _sync_folder(folder: str) -> None:
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(handle)
