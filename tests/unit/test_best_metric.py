@@ -80,7 +80,7 @@ def test_the_command_refuses_a_metric_that_is_never_a_number(tmp_path: Path) -> 
     nan = float("nan")
     _train(path, deltackpt.Keep(), [{"loss": nan, "x": 1.0}, {"x": 2.0}, {"loss": nan}])
     for more in ([], ["--dry-run"], ["--last", "1"]):
-        done = CliRunner().invoke(cli, ["retain", str(path), "main", "--best", "loss", *more])
+        done = run("retain", path, "main", "--best", "loss", *more)
         assert done.exit_code == 2
         assert "NaN in every step" in done.output
     assert steps(path) == [0, 1, 2]
