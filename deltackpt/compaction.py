@@ -154,8 +154,13 @@ class Compactions:
                     f"the compacting process ended with code {code}: {_tail(words)}",
                     kind="compaction", hint="training goes on without compaction",
                 ))  # fmt: skip
-        except OSError as error:
-            self._deliver(WriterError(f"cannot compact: {error}", kind="compaction"))
+        except Exception as error:  # also what nobody has thought of: it must not fail unseen
+            closed = self._closed
+            self.end()
+            if not closed:  # else it was killed in the middle of a line
+                self._deliver(_as_failure(error))
+            if self._process is not None:
+                self._process.wait()
         finally:
             if words is not None:
                 words.close()
@@ -176,6 +181,14 @@ class Compactions:
             self._tell(CompactionFailed(self._run, outcome))
         else:
             self._tell(StoreCompacted(self._run, outcome))
+
+
+def _as_failure(error: Exception) -> DeltackptError:
+    """What is told of an error in the thread itself."""
+    if isinstance(error, DeltackptError):
+        return error
+    what = error if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+    return WriterError(f"cannot compact: {what}", kind="compaction")
 
 
 def _tail(words: IO[bytes] | None) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -126,6 +127,35 @@ def test_without_a_thread_for_it_training_goes_on_uncompacted(
     training.ckpt.close()
     training.check()
     assert deltackpt.steps(tmp_path / "store") == [1, 2]
+
+
+@pytest.mark.parametrize("executable", [None, ""])
+def test_a_program_that_cannot_start_python_compacts_nothing_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, executable: str | None
+) -> None:
+    """Prevents: compaction that fails unseen where Python is embedded in another program."""
+    monkeypatch.setattr(sys, "executable", executable)
+    training = Training(tmp_path, compact="auto", writer="thread")
+    training.until(lambda: training.recorder.of(CompactionFailed))
+    training.ckpt.close()
+    [failed] = training.recorder.of(CompactionFailed)
+    assert "no Python interpreter" in str(failed.error)
+
+
+def test_whatever_ends_the_listening_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def listen(self: Compactions, process: Any) -> None:
+        process.stdout.close()
+        raise MemoryError
+
+    monkeypatch.setattr(Compactions, "_listen", listen)
+    training = Training(tmp_path, compact="auto", writer="thread")
+    training.until(lambda: training.recorder.of(CompactionFailed))
+    training.ckpt.close()
+    assert process_of(training).returncode == -signal.SIGKILL
+    [failed] = training.recorder.of(CompactionFailed)
+    assert "MemoryError" in str(failed.error)
 
 
 def test_a_checkpointer_that_is_dropped_ends_its_process(tmp_path: Path) -> None:
