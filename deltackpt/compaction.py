@@ -99,7 +99,7 @@ class Compactions:
             interval=options.interval,
         )  # fmt: skip
         self._tell = tell
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a finalizer may call `end` in a thread that has it
         self._process: subprocess.Popen[bytes] | None = None
         self._thread: threading.Thread | None = None
         self._begun = self._closed = False
@@ -147,6 +147,8 @@ class Compactions:
                     return
                 settings = msgspec.json.encode(self._settings).decode()
                 self._process = start_compactions(self._store, settings, words)
+                if self._closed:  # meanwhile, by a finalizer
+                    self._process.kill()
             self._listen(self._process)
             code = self._process.wait()
             if not self._closed:

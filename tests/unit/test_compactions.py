@@ -19,7 +19,7 @@ from deltackpt_store.errors import ConflictError, InvalidInputError, StorageErro
 from deltackpt_store.store import Store
 
 import deltackpt
-from deltackpt import Compact, CompactionFailed, Keep, StoreCompacted
+from deltackpt import Compact, CompactionFailed, Keep, StoreCompacted, compaction
 from deltackpt.compaction import Compactions
 
 PATIENCE = 300.0  # seconds; a machine with nothing else to do takes one
@@ -156,6 +156,29 @@ def test_whatever_ends_the_listening_is_told(
     assert process_of(training).returncode == -signal.SIGKILL
     [failed] = training.recorder.of(CompactionFailed)
     assert "MemoryError" in str(failed.error)
+
+
+def test_a_checkpointer_may_be_collected_while_its_process_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prevents: garbage collection of Python objects, in the very thread that starts the process,
+    that waits for that thread for ever."""
+    real, started = compaction.start_compactions, list[Any]()
+
+    def start(*arguments: Any) -> Any:
+        compactions.end()  # as the finalizer of a checkpointer does, wherever it runs
+        started.append(real(*arguments))
+        return started[0]
+
+    monkeypatch.setattr(compaction, "start_compactions", start)
+    Store.create(tmp_path / "store")
+    compactions = Compactions(str(tmp_path / "store"), "main", Compact(), [].append)
+    compactions.start()
+    thread = compactions._thread
+    assert thread is not None
+    thread.join(30)
+    assert not thread.is_alive()
+    assert started[0].returncode == -signal.SIGKILL
 
 
 def test_a_checkpointer_that_is_dropped_ends_its_process(tmp_path: Path) -> None:
