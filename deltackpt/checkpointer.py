@@ -551,6 +551,7 @@ class Checkpointer:
             self._compactions.close()
         self._pipeline.close(self._options.durable_timeout)
         self._previous = None
+        self._pool.clear()
         self._released = True
 
     def _wait_idle(self, timeout: float | None) -> None:

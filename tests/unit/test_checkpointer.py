@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from saving import (
 from torch import nn
 
 from deltackpt import events
+from deltackpt.buffers import BufferPool
 from deltackpt.checkpointer import Checkpointer
 from deltackpt.load import load
 from deltackpt.pipeline import SavePipeline
@@ -529,6 +531,30 @@ def test_a_dropped_checkpointer_still_finishes(path: Path) -> None:
     with Checkpointer(path, state, writer="thread") as again:
         again.save(1)
     assert steps(path) == [0, 1]
+
+
+def test_a_closed_checkpointer_keeps_no_copy_of_the_state(
+    opened: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prevents: memory of that size, for as long as somebody refers to the object."""
+    taken: list[weakref.ref[torch.Tensor]] = []
+    real = BufferPool.take
+
+    def take(*args: Any, **kwargs: Any) -> torch.Tensor:
+        buffer = real(*args, **kwargs)
+        taken.append(weakref.ref(buffer))
+        return buffer
+
+    monkeypatch.setattr(BufferPool, "take", take)
+    training = Training()
+    ckpt = opened({**training.objects, "average": torch.randn(5000)})
+    for step in range(3):
+        training.step()
+        ckpt.save(step).result(60)
+    ckpt.close()
+    gc.collect()
+    assert taken
+    assert not any(ref() is not None for ref in taken)
 
 
 # what it says ------------------------------------------------------------------------------------
