@@ -102,7 +102,17 @@ def map_key(key_map: KeyMap | None, key: str) -> str:
         return unwrapped(key)
     if isinstance(key_map, Mapping):
         return _chain(cast("Mapping[str, str]", key_map), key)[0]
-    mapped: object = cast("Callable[[str], object]", key_map)(key)
+    try:
+        mapped: object = cast("Callable[[str], object]", key_map)(key)
+    except Exception as error:
+        raise InvalidInputError(
+            f"key_map raised {type(error).__name__} for {key!r}: {error}",
+            kind="key-map",
+            hint="it is called with every key of a module; return those that it has nothing to say"
+            " about as they are",
+            option="key_map",
+            key=key,
+        ) from error
     if not isinstance(mapped, str):
         raise InvalidInputError(
             f"key_map returned {mapped!r} for {key!r}; it must return the key in the target",

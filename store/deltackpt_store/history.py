@@ -21,6 +21,7 @@ from deltackpt_store.errors import (
 from deltackpt_store.manifest import Commit
 from deltackpt_store.manifest_io import MAX_COMMIT_BYTES, decode_commit
 from deltackpt_store.names import (
+    LATEST,
     RETIRED_SUFFIX,
     check_name,
     is_name,
@@ -359,7 +360,7 @@ def _did_you_mean(name: str, runs: list[str], known: str) -> str:
     if not runs:
         return "it holds no run yet"
     if not name.isdecimal():
-        return f"it has {known}"
+        return f"it has {known}; a step is named @STEP, the newest {LATEST}"
     step = f"@{name}" if len(runs) == 1 else f"@{name} or {runs[0]}@{name}"
     return f"did you mean step {name}, {step}? it has {known}"
 

@@ -40,10 +40,19 @@ def check_name(name: str, what: str) -> str:
         raise InvalidInputError(
             f"{name!r} cannot be the name of a {what}",
             kind="bad-name",
-            hint="use 1 to 100 of A-Z a-z 0-9 . _ - and do not start with '.' or '-'",
+            hint=f"{_without_step(name)}use 1 to 100 of A-Z a-z 0-9 . _ - and do not start with"
+            " '.' or '-'",
             name=str(name),
         )
     return name
+
+
+def _without_step(name: object) -> str:
+    """Advice for whoever named a step where a name is asked for."""
+    run, at, _ = name.partition("@") if isinstance(name, str) else ("", "", "")
+    if not at:
+        return ""
+    return f"no step is asked for here: name {f'its run alone, {run}' if run else 'a run'}; "
 
 
 def check_step(step: Any) -> int:
@@ -58,9 +67,23 @@ def check_step(step: Any) -> int:
             number = int(operator.index(step))
     if number is None or not 0 <= number < 1 << 63:
         raise InvalidInputError(
-            f"step must be a whole number of 0 or more, got {step!r}", option="step"
+            f"step must be a whole number of 0 or more, got {step!r}",
+            hint=_as_number(step),
+            option="step",
         )
     return number
+
+
+def _as_number(step: object) -> str | None:
+    """Advice for whoever gives a step as it is written on the command line."""
+    if not isinstance(step, str):
+        return None
+    if step == LATEST:
+        return "leave step out for the newest one"
+    run, _, digits = step.rpartition("@")
+    if not _STEP.match(digits):
+        return None
+    return f"pass {int(digits)}" + (f" and the run, {run!r}" if run else "")
 
 
 def is_pack_name(name: str) -> bool:
@@ -127,14 +150,13 @@ def parse_step_name(text: str) -> StepName:
     if text == LATEST:
         return StepName(None, None, None)
     run, at, step = text.rpartition("@")
-    if not at:
-        return StepName(None, None, check_name(text, "run or pin"))
-    if run:
-        check_name(run, "run")
-    if step == LATEST:
-        return StepName(run or None, None, None)
-    if _STEP.match(step):
-        return StepName(run or None, int(step), None)
+    if not at and is_name(text):
+        return StepName(None, None, text)
+    if at and (not run or is_name(run)):
+        if step == LATEST:
+            return StepName(run or None, None, None)
+        if _STEP.match(step):
+            return StepName(run or None, int(step), None)
     raise InvalidInputError(
         f"{text!r} does not name a step",
         kind="bad-step-name",

@@ -52,6 +52,7 @@ from deltackpt_store.manifest_io import (
     digest_of,
     resolve,
 )
+from deltackpt_store.no_store import looks_like_a_store, not_a_store
 from deltackpt_store.oserror import DAMAGE, storage_error
 from deltackpt_store.pack_set import PackSet
 from deltackpt_store.reader import ChunkReader
@@ -96,12 +97,7 @@ class Store(History):
         where = _absolute(path)
         description = _read_format(io, where)
         if description is None:
-            raise NotFoundError(
-                f"{where} is not a deltackpt store: it has no file FORMAT",
-                kind="not-a-store",
-                hint=_without_format(io, where),
-                path=where,
-            )
+            raise not_a_store(io, where)
         return cls(where, io, description)
 
     @classmethod
@@ -306,21 +302,6 @@ def _is_directory(io: FileIO, path: str) -> bool:
     return True
 
 
-def _without_format(io: FileIO, path: str) -> str:
-    """What to do about a path that has no FORMAT."""
-    try:
-        names = set(io.list(path))
-    except OSError:
-        return "name the directory that a Checkpointer was given"
-    if _looks_like_a_store(names):
-        return f"it looks like one whose FORMAT was lost: {REMAKE}"
-    return "name the directory that a Checkpointer was given"
-
-
-def _looks_like_a_store(names: set[str]) -> bool:
-    return {"packs", "manifests", "runs"} <= names
-
-
 def _create(io: FileIO, path: str, exist_ok: bool, mode: int | None) -> Format:
     """Make or open; FORMAT comes last, so that what has one is complete. Raises OSError."""
     description = _read_format(io, path)
@@ -390,7 +371,7 @@ def _refuse_foreign(io: FileIO, path: str) -> None:
             f"{path} is not empty and not a store (it holds {sorted(foreign)[0]!r})",
             kind="not-empty",
             hint="its file FORMAT is lost: copy it back from a copy of the store"
-            if _looks_like_a_store(set(names))
+            if looks_like_a_store(set(names))
             else "name a new or empty directory",
             path=path,
         )

@@ -327,3 +327,71 @@ def test_modules_by_themselves(path: Path) -> None:
     assert [one.module for one in du(path, depth="auto").modules] == ["model/layer"]
     for word in ("0", "-1", "two"):
         assert run("du", path, "--depth", word).exit_code == 2
+
+
+# places, names and numbers that newcomers write ---------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("place", "why", "advice"),
+    [("stor", "it does not exist", "near it are STORE"),
+     ("", "it has no file FORMAT", "near it are STORE"),
+     ("store/packs", "it has no file FORMAT", "it lies in the store STORE: name that"),
+     ("store/FORMAT", "it is a file", "it lies in the store STORE: name that"),
+     ("no/store", "it does not exist", "that a Checkpointer was given\n"),
+     ("file", "it is a file", "that a Checkpointer was given\n")],
+)  # fmt: skip
+def test_a_place_that_is_no_store_is_told_why(
+    path: Path, tmp_path: Path, place: str, why: str, advice: str
+) -> None:
+    """Prevents: a mistyped path that is answered with a file that nobody has heard of."""
+    (tmp_path / "file").touch()
+    result = run("log", tmp_path / place)
+    assert result.exit_code == 10
+    assert f"is not a deltackpt store: {why}" in result.stderr
+    assert advice.replace("STORE", str(path)) in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "advice"),
+    [(["log", "S", "main@20"], "no step is asked for here: name its run alone, main"),
+     (["log", "S", "@20"], "no step is asked for here: name a run"),
+     (["show", "S", "newest"], "a step is named @STEP, the newest latest"),
+     (["diff", "S", "@10..@20"], "write RUN@STEP, @STEP"),
+     (["diff", "S", "runs/other"], "--other runs/other"),
+     (["pin", "S", "main@20", "paper"], "pin STORE NAME STEP"),
+     (["advise", "S"], "Mean time between failures"),
+     (["version"], "It is --version."), (["help"], "It is --help."),
+     (["verify", "S", "main@20"], "The command takes no step."),
+     (["verify", "S", "20"], "The command takes no step."),
+     (["show", "S", "main", "20"], "A step is named @20"),
+     (["diff", "S", "@10", "@20", "x.txt"], "Quote patterns")],
+)  # fmt: skip
+def test_what_newcomers_write_is_answered_with_what_works(
+    path: Path, words: list[str], advice: str
+) -> None:
+    result = run(*[str(path) if word == "S" else word for word in words])
+    assert result.exit_code == 2
+    assert advice in result.stderr
+    quoted = "Quote patterns" in result.stderr
+    assert quoted == (advice == "Quote patterns")
+
+
+@pytest.mark.parametrize("words", [["advise", "S", "--mtbf", "6"], ["advise", "S", "--mtbf", "1d6"],
+                                   ["retain", "S", "main", "--within", "3"]])  # fmt: skip
+def test_a_length_of_time_has_a_unit(path: Path, words: list[str]) -> None:
+    """Prevents: steps that go because "3" meant three hours to one and seconds to the other."""
+    result = run(*[str(path) if word == "S" else word for word in words])
+    assert result.exit_code == 2
+    assert "lacks the unit" in result.stderr
+    assert len(Store.open(path).numbers("main")) == 2
+
+
+def test_an_output_in_a_folder_that_is_not_there_is_one_error_everywhere(
+    path: Path, tmp_path: Path
+) -> None:
+    for words in (["export", path, "@20", tmp_path / "no" / "x.pt"],
+                  ["report", path, "-o", tmp_path / "no" / "x.html"]):  # fmt: skip
+        result = run(*words)
+        assert result.exit_code == 14
+        assert "does not exist\n  create it first" in result.stderr

@@ -128,3 +128,13 @@ def test_no_advice_renames_keys_that_fit(tmp_path: Path) -> None:
         restore_into(keeper.path, state)
     assert "key_map={'a.': 'net.a.'}" in str(caught.value.hint)
     restore_into(keeper.path, state, key_map={"a.": "net.a."})
+
+
+def test_a_key_map_that_raises_is_named_with_the_key(keeper: Keeper) -> None:
+    """Prevents: a KeyError of some dict, far from the function that raised it."""
+    with pytest.raises(InvalidInputError, match=r"key_map raised KeyError for 'head\.") as caught:
+        _restore(keeper, {"old.weight": "new.weight", "old.bias": "new.bias"}.__getitem__)
+    assert caught.value.kind == "key-map"
+    assert caught.value.context["key"] == "head.weight"
+    assert caught.value.hint
+    assert isinstance(caught.value.__cause__, KeyError)

@@ -62,6 +62,8 @@ class LazyGroup(click.Group):
         if args[0] not in COMMANDS and not args[0].startswith("-"):
             import difflib
 
+            if f"--{args[0]}" in ("--help", "--version"):
+                raise click.UsageError(f"No such command {args[0]!r}. It is --{args[0]}.", ctx)
             found = difflib.get_close_matches(args[0], COMMANDS)
             choice = f"Did you mean {' or '.join(found)}?" if found else "--help lists them all."
             raise click.UsageError(f"No such command {args[0]!r}. {choice}", ctx)
@@ -76,10 +78,10 @@ class LazyGroup(click.Group):
         try:
             return super().invoke(ctx)
         except click.UsageError as error:
-            more = _about_arguments(error.message)
+            more = _about_arguments(error)
             if not more:
                 raise
-            raise click.UsageError(error.message + more, error.ctx) from error
+            raise click.UsageError(error.format_message() + more, error.ctx) from error
         except (click.ClickException, click.exceptions.Exit, click.Abort):
             raise
         except KeyboardInterrupt as interrupt:
@@ -118,15 +120,24 @@ def _told(error: OSError) -> tuple[str, str | None]:
     return f"{where}: {error.strerror or error}", hint_for(error)
 
 
-def _about_arguments(message: str) -> str:
-    """What to add to click's words about arguments too many."""
-    found = _EXTRA.match(message)
+_STEPS = frozenset(("step", "step_name", "old", "new"))
+_PATTERNS = frozenset(("globs", "pattern", "tensor"))
+
+
+def _about_arguments(error: click.UsageError) -> str:
+    """What to add to click's words about arguments too many, or an option that must be given."""
+    if isinstance(error, click.MissingParameter) and isinstance(error.param, click.Option):
+        return f" {error.param.help}"
+    found = _EXTRA.match(error.message)
     if found is None:
         return ""
     extra = found[1].split()
-    if extra[0].isdecimal():
+    takes = {param.name for param in error.ctx.command.params} if error.ctx else set[str]()
+    if extra[0].isdecimal() and takes & _STEPS:
         return f". A step is named @{extra[0]} or RUN@{extra[0]}."
-    return ". Quote patterns, as in --only 'model/*', or the shell puts file names there."
+    if takes & _PATTERNS:
+        return ". Quote patterns, as in --only 'model/*', or the shell puts file names there."
+    return "" if takes & _STEPS else ". The command takes no step."
 
 
 def report_error(error: Exception | KeyboardInterrupt, code: Exit) -> None:

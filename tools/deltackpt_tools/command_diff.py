@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from itertools import groupby
 from typing import Any
 
@@ -226,6 +227,12 @@ def command(
     To find which layers a fine-tuning changed, compare its first and last step with --depth; to
     find when a NaN appeared, see 'blame --nan'. Exit code 0 when bit-identical, 1 when not.
     """
+    for name in (old, new):
+        if name and os.sep in name:
+            raise click.UsageError(
+                f"{name!r} does not name a step: of two stores the second is named with --other, "
+                f"as in 'diff {store_path} A B --other {name}'"
+            )
     with Progress("diff") as progress:
         result = diff(
             store_path, old, new, other=other, only=globs, values=values, progress=progress.update

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import click
+from deltackpt_store.errors import InvalidInputError
 
 from deltackpt_tools.output import document, json_option, store_argument, write_json
 from deltackpt_tools.stores import label, open_store
@@ -20,6 +21,13 @@ def command(store_path: str, name: str, step: str, as_json: bool) -> None:
     name that means another step is refused with exit code 11.
     """
     store = open_store(store_path)
+    if "@" in name:
+        raise InvalidInputError(
+            f"{name!r} cannot be the name of a pin",
+            kind="bad-name",
+            hint="the name comes first, then the step: deltackpt pin STORE NAME STEP",
+            name=name,
+        )
     commit = store.resolve_name(step)
     store.pin(name, commit)
     if as_json:

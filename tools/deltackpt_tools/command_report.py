@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 
 import click
-from deltackpt_store.errors import NotFoundError, StorageError
 
 from deltackpt_tools.exits import Exit
 from deltackpt_tools.output import counted, document, json_option, size, store_argument, write_json
@@ -19,14 +18,6 @@ def _write(path: str, data: bytes) -> None:
     """Create or replace `path` in one go."""
     with published(path, force=True) as file:
         file.write(data)
-
-
-def _check(path: str) -> None:
-    """Refuse a target that cannot be written before anything is read for it."""
-    try:
-        check_target(path, force=True)
-    except NotFoundError as error:
-        raise StorageError(f"cannot write {path}: {error.message}", hint=error.hint) from error
 
 
 def _said(result: Report, output: str, written: int) -> list[str]:
@@ -98,7 +89,7 @@ def command(
     (or RUN only). Exit code 12 when damage was found (the page lists it).
     """
     for target in filter(None, (output, png)):
-        _check(target)
+        check_target(target, force=True)
     with Progress("steps", unit="") as progress:
         result = report(
             store_path, run, values=values, verify=None if level == "none" else level, mtbf=mtbf,

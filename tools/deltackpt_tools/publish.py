@@ -19,7 +19,6 @@ from types import FrameType
 from deltackpt_store.errors import (
     DeltackptError,
     InvalidInputError,
-    NotFoundError,
     StorageError,
 )
 from deltackpt_store.format_file import FORMAT_NAME
@@ -32,8 +31,8 @@ def check_target(path: str, *, force: bool) -> None:
     """Refuse, before any work is done, a target that :func:`published` would refuse at the end."""
     folder = os.path.dirname(os.path.abspath(path))
     if not os.path.isdir(folder):
-        raise NotFoundError(
-            f"the folder {folder} does not exist",
+        raise StorageError(
+            f"cannot write {path}: the folder {folder} does not exist",
             kind="no-such-folder", hint="create it first", path=folder,
         )  # fmt: skip
     if os.path.exists(path) and not os.path.isfile(path):

@@ -17,13 +17,16 @@ LONGEST = 3_155_760_000.0
 
 
 def parse_duration(text: str) -> float:
-    """Seconds, up to `LONGEST`. A bare number counts as seconds. ValueError for anything else."""
+    """Seconds, up to `LONGEST`. ValueError for anything else, and for a number without its unit,
+    of which nobody can tell whether it means seconds, minutes or hours."""
     position, total = 0, 0.0
     while position < len(text) or not position:
         match = _PIECE.match(text, position)
         if match is None or not match[0]:
             raise ValueError(f"{text!r} is no duration: write for example 90s, 45m, 6h or 1d12h")
-        total += float(match[1]) * _UNITS[match[2] or "s"]
+        if match[2] is None:
+            raise ValueError(f"{text!r} lacks the unit: write for example 90s, 45m, 6h or 1d12h")
+        total += float(match[1]) * _UNITS[match[2]]
         position = match.end()
     if total > LONGEST:
         raise ValueError(f"{text!r} is more than a hundred years")
