@@ -146,7 +146,13 @@ def _named(metrics: Any) -> Iterator[tuple[str, Any]]:
 def _number(name: str, value: Any) -> float:
     try:
         return float(value.detach() if isinstance(value, torch.Tensor) else value)
-    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+    except OverflowError as error:
+        raise InvalidInputError(
+            f"metrics: {name!r} is larger than a float can be (about 1.8e308)",
+            option="metrics",
+            hint="pass it scaled, or its logarithm",
+        ) from error
+    except (TypeError, ValueError, RuntimeError) as error:
         raise InvalidInputError(
             f"metrics: {name!r} is no number: {type(value).__name__}",
             option="metrics",

@@ -4,12 +4,17 @@ Rules. The first save after a restore names the commit that was restored; every 
 continues the last commit of this session; a session that restored nothing continues the run's
 newest commit. Within a run a step must be larger than the step it continues, unless `overwrite`:
 then the new commit continues the newest earlier commit with a smaller step, and the steps from
-there on are abandoned (not deleted) when, and only when, the new commit exists.
+there on are abandoned (not deleted) when, and only when, the new commit exists. Where the record
+of an earlier commit is damaged, a commit that takes the place of a step continues what that one
+did, as its own record tells; one of an earlier step continues the nearest that can be read.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
+
+import msgspec
 
 from deltackpt_store.errors import ConflictError, CorruptionError, NotFoundError
 from deltackpt_store.history import within
@@ -17,6 +22,8 @@ from deltackpt_store.manifest import Commit
 from deltackpt_store.names import check_step
 from deltackpt_store.protocol import CommitRef
 from deltackpt_store.store import Store
+
+_log = logging.getLogger("deltackpt.store")
 
 
 class Lineage:
@@ -72,10 +79,10 @@ class Lineage:
         """The commit that a commit of `step` continues."""
         commit = self.head
         while commit is not None and commit.run == self._run and commit.step >= step:
-            commit = self._before(commit)
+            commit = self._before(commit, step)
         return commit
 
-    def _before(self, commit: Commit) -> Commit | None:
+    def _before(self, commit: Commit, step: int) -> Commit | None:
         if commit.parent is None:
             return None
         run, number, _ = commit.parent
@@ -83,7 +90,33 @@ class Lineage:
             return self._store.read_commit(run, number)
         except NotFoundError:  # retention removed it; what it continued may still be there
             pass
+        except CorruptionError as error:
+            if commit.step == step:
+                return _as_told_by(commit)
+            _log.warning("%s; step %d is saved without it among what it continues", error, step)
         for candidate in reversed(within(self._store.numbers(self._run), commit)):
-            with contextlib.suppress(NotFoundError):
+            with contextlib.suppress(NotFoundError, CorruptionError):
                 return self._store.read_commit(self._run, candidate)
         return None
+
+
+def _as_told_by(commit: Commit) -> Commit:
+    """The parent of `commit`, whose own record is damaged, as far as `commit` names it: by run,
+    number, digest and ancestors. Its step is only known to be smaller."""
+    assert commit.parent is not None
+    run, number, digest = commit.parent
+    if run != commit.run:
+        return msgspec.structs.replace(
+            commit, run=run, number=number, step=0, digest=digest, parent=None, ancestors=()
+        )
+    ancestors = tuple(
+        (first, min(last, number - 1)) for first, last in commit.ancestors if first < number
+    )
+    return msgspec.structs.replace(
+        commit,
+        number=number,
+        step=commit.step - 1,
+        digest=digest,
+        parent=None,
+        ancestors=ancestors,
+    )

@@ -13,9 +13,11 @@ from collections.abc import Iterator
 
 from deltackpt_store.errors import StorageError
 from deltackpt_store.fileio import FileIO, is_link
+from deltackpt_store.format_file import FORMAT_NAME
 from deltackpt_store.oserror import storage_error
 
 _DEPTHS = {"packs": 1, "runs": 1, "quarantine": 2}
+_OF_FOLDERS = ("packs", "runs")  # of these the quarantine has folders; of the rest, files
 LINKED = "it is a symbolic link, behind which nothing is written or deleted"
 _HINT = "put the folder itself in its place, or take the link away"
 
@@ -39,9 +41,11 @@ def _links(io: FileIO, root: str, folder: str, depth: int) -> Iterator[str]:
         raise storage_error(error, "list", f"{root}/{folder}") from error
     for name in sorted(names):
         relative = f"{folder}/{name}"
+        if folder == "quarantine" and name.startswith(FORMAT_NAME):
+            continue  # a damaged FORMAT that was a link itself
         if is_link(f"{root}/{relative}"):
             yield relative
-        elif depth > 1:
+        elif depth > 1 and name in _OF_FOLDERS:
             yield from _links(io, root, relative, depth - 1)
 
 

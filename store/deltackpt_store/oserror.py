@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 
-from deltackpt_store.errors import NO_MEMORY, StorageError
+from deltackpt_store.errors import StorageError
 from deltackpt_store.fileio import FileIO, is_link
 
 _FOLDERS = ("/manifests", "/packs")
@@ -24,7 +24,7 @@ _HINTS = {
     errno.EHOSTUNREACH: _SERVER,
     errno.EMFILE: "too many open files in this process: raise `ulimit -n`",
     errno.EFBIG: "larger than files may become there: raise `ulimit -f`, or use another disk",
-    errno.ENOMEM: NO_MEMORY,
+    errno.ENOMEM: "more memory is needed: raise the limit on it, or end what else uses it",
     errno.ENXIO: "something else lies in its place: move that away",
     errno.EISDIR: "something else lies in its place: move that away",
     errno.ENOTDIR: "something else lies in the place of a folder: move that away",

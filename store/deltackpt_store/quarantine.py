@@ -8,6 +8,7 @@ looks into it, since parts of a damaged file may still be good.
 
 from __future__ import annotations
 
+import errno
 import os
 
 from deltackpt_store.fileio import FileIO, make_directories
@@ -51,10 +52,14 @@ def set_aside(io: FileIO, root: str, relative: str) -> str:
 
 
 def is_directory(io: FileIO, path: str) -> bool:
-    """Whether a directory lies at `path`."""
+    """Whether a directory lies at `path`. A symbolic link that leads to itself is none."""
     try:
         io.list(path)
     except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
         return False
     return True
 

@@ -41,6 +41,7 @@ from deltackpt_store.publisher import Publisher
 from deltackpt_store.retention import Retention
 from deltackpt_store.ring import Ring
 from deltackpt_store.runlock import RunLock
+from deltackpt_store.small_parts import SmallParts
 from deltackpt_store.store import Store
 from deltackpt_store.store_writer import StoreWriter
 from deltackpt_store.tables import ChunkTable
@@ -107,6 +108,7 @@ class RunWriter:
         self._layout: Layout | None = None
         self._active: dict[int, PendingSave] = {}
         self._tables: OrderedDict[int | tuple[str, int], ChunkTable | None] = OrderedDict()
+        self._small = SmallParts()
         self._batch: _Batch | None = None
         self._held: list[int] = []
         self._dirty: set[int] = set()  # saves with blobs that no flush has made durable
@@ -246,6 +248,7 @@ class RunWriter:
         snapshot = self._store.snapshot(commit)
         table = ChunkTable.from_snapshot(snapshot, self._footers_of(snapshot))
         self._publisher.continue_from(commit, snapshot)
+        self._small.next(snapshot.layout, snapshot.objects, snapshot.inline)
         self._keep_table(key, table)
         return table
 
@@ -437,8 +440,11 @@ class RunWriter:
         try:
             save.table.freeze()
             stats = {**save.stats(message), **self._coding_stats()}
+            small = self._small.next(save.table.layout, message.objects, message.inline)
+            stats["small_changed_bytes"] = float(small)
             commit, base = self._publisher.publish(save, message, stats)
         except Exception as error:
+            self._small = SmallParts()
             self._fail(save.id, error)
             return
         del self._active[save.id]

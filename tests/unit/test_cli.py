@@ -580,7 +580,6 @@ def test_commands_succeed_with_code_0(store: Fixture, tmp_path: Path) -> None:
     [["log"], ["log", "S", "--nonsense"], ["show", "S", "main@99"], ["show", "S", "nobody"],
      ["show", "S", "a b"], ["show", "S", "latest"], ["log", "S", "nobody"],
      ["verify", "S", "--run", "nobody"], ["verify", "S", "--level", "some"], ["frobnicate"],
-     ["export", "S", "main@20", "no/such/folder/x.safetensors"],
      ["retain", "S", "main"], ["retain", "S", "main", "--last", "0"],
      ["retain", "S", "nobody", "--last", "1"], ["retain", "S", "main", "--best", "loss:low"],
      ["pin", "S", "a/b", "main@20"], ["pin", "S", "new", "main@99"], ["unpin", "S", "nothing"],

@@ -94,3 +94,9 @@ def test_noted_metrics_keep_no_graph_alive() -> None:
     assert noted == {"loss": 2.0, "accuracy": 1.0}
     assert check_metrics(noted) == noted
     assert not any(isinstance(value, torch.Tensor) for value in noted.values())
+
+
+def test_a_metric_beyond_floats_is_told_so() -> None:
+    with pytest.raises(InvalidInputError, match="'loss' is larger than a float can be") as caught:
+        check_metrics({"loss": 10**400})
+    assert "logarithm" in str(caught.value.hint)

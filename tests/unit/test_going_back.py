@@ -9,6 +9,8 @@ import pytest
 import torch
 from command_line import run
 from deltackpt_store.errors import ConflictError
+from deltackpt_store.store import Store
+from deltackpt_store.verify import verify
 from saving import saved, steps
 
 import deltackpt
@@ -103,3 +105,49 @@ def test_closing_does_not_save_a_step_again_that_a_save_went_back_from(tmp_path:
         ckpt.step(9)  # not due: nothing has it
         ckpt.save(2, overwrite=True)
     assert steps(path) == [0, 1, 2, 9]
+
+
+def _record(path: Path, number: int) -> Path:
+    return path / "runs" / "main" / f"{number:020d}"
+
+
+def _overwrite(path: Path, step: int) -> None:
+    state = {"x": torch.full((4,), 9.0)}
+    with deltackpt.Checkpointer(path, state, writer="thread", rng=False) as ckpt:
+        ckpt.save(step, overwrite=True).result(60)
+    assert torch.equal(saved(path, step)["x"], torch.full((4,), 9.0))
+
+
+def test_a_step_is_saved_again_although_the_one_before_is_damaged(path: Path) -> None:
+    """Prevents: one damaged old record after which a run's newest step can never be replaced."""
+    whole = _record(path, 4).read_bytes()
+    _record(path, 4).write_bytes(whole[:-1])
+    _overwrite(path, 4)
+    assert steps(path) == [0, 1, 2, 4]
+    _record(path, 4).write_bytes(whole)  # repaired from a copy: nothing of the run was lost
+    assert steps(path) == [0, 1, 2, 3, 4]
+    assert verify(Store.open(path)).ok
+
+
+def test_going_back_over_a_damaged_record_continues_the_nearest_before(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for number in (3, 4):
+        _record(path, number).write_bytes(b"damaged")
+    with caplog.at_level(logging.WARNING, "deltackpt"):
+        _overwrite(path, 2)
+    assert steps(path) == [0, 1, 2]
+    assert "step 2 is saved without it" in caplog.text
+
+
+def test_a_fork_whose_origin_is_damaged_is_saved_again(path: Path) -> None:
+    state = {"x": torch.zeros(4)}
+    with deltackpt.Checkpointer(path, state, run="fork", writer="thread") as ckpt:
+        ckpt.restore(run="main", step=4)
+        ckpt.save(5)
+    _record(path, 5).write_bytes(b"damaged")
+    with deltackpt.Checkpointer(path, state, run="fork", writer="thread") as ckpt:
+        ckpt.save(5, overwrite=True).result(60)
+    commit = Store.open(path).head("fork")
+    assert commit.parent is not None
+    assert commit.parent[:2] == ("main", 5)

@@ -7,6 +7,7 @@ import re
 
 from command_line import run
 from deltackpt_tools.history_graph import graph
+from deltackpt_tools.history_stat import changed_bytes as history_changed
 from deltackpt_tools.history_stat import codec_shares, durable_seconds
 from deltackpt_tools.logbook import LoggedStep, Parent, log
 from deltackpt_tools.output import seconds
@@ -125,3 +126,54 @@ def test_python_tells_the_same(small: SmallStore) -> None:
     del document["format"]
     assert document == json.loads(json.dumps(log(small.path).to_dict()))
     assert log(small.path).to_dataframe()["metrics.loss"].tolist() == [2.0]
+
+
+def test_small_tensors_and_values_that_changed_are_counted(tmp_path: Path) -> None:
+    """Prevents: "0 B changed" of a step that is another one."""
+    import torch
+
+    import deltackpt
+
+    def changed(at: int) -> list[float]:
+        run_ = log(tmp_path / "store").runs[0]
+        return [history_changed(entry.stats) or 0.0 for entry in run_.commits[::-1]][at:]
+
+    state = {"bias": torch.zeros(5), "big": torch.zeros(100_000), "note": {"epoch": 0}}
+    with deltackpt.Checkpointer(tmp_path / "store", state, rng=False, writer="thread") as ckpt:
+        ckpt.save(0).result()
+        ckpt.save(1).result()
+        state["bias"] += 1
+        ckpt.save(2).result()
+        state["note"] = {"epoch": 1}
+        ckpt.save(3).result()
+    first, same, small, value = changed(0)
+    assert first > 400_020
+    assert same == 0
+    assert small == 20
+    assert 0 < value < 100
+    with deltackpt.Checkpointer(tmp_path / "store", state, rng=False, writer="thread") as ckpt:
+        ckpt.restore()
+        ckpt.save(4).result()
+    assert changed(4) == [0]
+    row = run("log", tmp_path / "store", "--stat", "-n", "3").output.splitlines()[4].split()
+    assert row[3:5] == ["20", "B"]
+
+
+def test_a_view_is_not_spoilt_by_its_metrics(small: SmallStore) -> None:
+    """Prevents: one metric with a name of 5,000 characters that makes the table unreadable."""
+    odd = {"n" * 5000: 1e308, "x\x1b[1m" * 40: -1e-300, "nan": float("nan")}
+    many = {f"m{i}": float(i) for i in range(300)}
+    small.save("main", 1, {"w": pattern(2000)}, metrics=odd)
+    small.save("main", 2, {"w": pattern(2000)}, metrics=many)
+    for words in (["log"], ["log", "--stat"], ["log", "--graph"], ["watch", "--once"], ["show"],
+                  ["retain", "--best", "nope"]):  # fmt: skip
+        places = ["main"] if words[0] == "retain" else []
+        result = run(words[0], small.path, *places, *words[1:])
+        assert max(map(len, result.output.splitlines())) < 400, words
+        assert "\x1b" not in result.output
+    text = run("log", small.path).output
+    assert "n" * 37 + "...=1e+308" in text
+    assert "m0=0 m1=1" in text
+    assert "... (300 in all)" in text
+    commits = json.loads(run("log", small.path, "--json").output)["runs"][0]["commits"]
+    assert [set(one["metrics"]) for one in commits] == [set(many), set(odd)]

@@ -339,8 +339,7 @@ def test_commits_that_continue_each_other_are_damaged(
         crafted = replace(one, parent=("main", other.number, other.digest), step=9, ancestors=())
         Path(store.path, f"runs/main/{number_name(one.number)}").write_bytes(encode_commit(crafted))
     assert [bad.path for bad in store.commits("main").damaged] == [f"runs/main/{3:020d}"]
-    with pytest.raises(CorruptionError, match="a later commit"):
-        Lineage(store, "main").parent_of(3)
+    assert Lineage(store, "main").parent_of(3) is None
 
 
 @pytest.mark.parametrize("number", [10**20 - 1, 10**18])

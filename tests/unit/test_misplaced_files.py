@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from deltackpt_store import leases
 from deltackpt_store.client import WriterClient
+from deltackpt_store.compact import compact
 from deltackpt_store.errors import CorruptionError, DeltackptError, StorageError
 from deltackpt_store.fileio import FileIO
 from deltackpt_store.gc import collect
@@ -49,6 +50,7 @@ PLANTS: dict[str, Callable[[Path], None]] = {
     "directory": Path.mkdir,
     "link to a device": plant_link,
     "link to nothing": lambda path: path.symlink_to(path.with_name("elsewhere")),
+    "link to itself": lambda path: path.symlink_to(path.name),
 }
 FILES = {
     "format": "FORMAT",
@@ -240,3 +242,25 @@ def test_what_has_not_the_name_of_a_folder_of_packs_is_passed_by(tmp_path: Path,
     assert verify(store).ok
     assert not collect(store).packs
     assert store.steps("main") == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("kind", "plant"),
+    [("format", "link to itself"), ("commit", "link to itself"), ("manifest", "link to itself"),
+     ("pack", "link to itself"), ("pin", "link to itself"), ("format", "link to nothing"),
+     ("commit", "link to nothing"), ("pin", "link to nothing")],
+)  # fmt: skip
+def test_a_file_that_became_a_link_is_mended_for_good(
+    store_path: Path, kind: str, plant: str
+) -> None:
+    """Prevents: damage that repair reports and cannot mend, or that stops every later repair."""
+    copy = shutil.copytree(store_path, store_path.parent / "copy")
+    victim = victims(store_path, kind)[0]
+    victim.unlink()
+    PLANTS[plant](victim)
+    assert repair(store_path, sources=[copy]).ok
+    report = verify(Store.open(store_path))
+    assert (report.ok, [note for note in report.notes if note.kind == "store"]) == (True, [])
+    compact(Store.open(store_path))
+    assert repair(store_path).found == 0
+    read_all(store_path)

@@ -17,7 +17,7 @@ from deltackpt_tools.output import (
     write_json,
 )
 from deltackpt_tools.progress import Progress
-from deltackpt_tools.quantities import DURATION, SHARE
+from deltackpt_tools.quantities import DURATION, DURATION_OR_NONE, SHARE
 
 _BOUND = {
     "failures": "smallest expected loss (Daly 2006)",
@@ -100,7 +100,10 @@ def _lines(advice: Advice) -> list[str]:
     help="Largest share of the time that stalls may take: 2% or 0.02.",
 )
 @click.option(
-    "--restore", type=DURATION, metavar="TIME", help="Do not measure a restore: it takes this long."
+    "--restore",
+    type=DURATION_OR_NONE,
+    metavar="TIME",
+    help="Do not measure a restore: it takes this long.",
 )
 @json_option
 def command(

@@ -10,6 +10,7 @@ from deltackpt_tools.output import (
     counted,
     document,
     json_option,
+    metrics_text,
     moment,
     safe,
     size,
@@ -24,10 +25,6 @@ def _bytes(value: int | None) -> str:
     return "-" if value is None else size(value)
 
 
-def _metrics(entry: LoggedStep) -> str:
-    return " ".join(f"{safe(k)}={v:.6g}" for k, v in entry.metrics.items()) or "-"
-
-
 def _table(run: RunLog) -> list[str]:
     rows = [["step", "number", "saved", "state", "new", "root", "metrics", "note"]]
     for entry in run.commits:
@@ -39,7 +36,7 @@ def _table(run: RunLog) -> list[str]:
                 _bytes(entry.state_bytes),
                 _bytes(entry.written_bytes),
                 entry.root[:SHORT_DIGEST],
-                _metrics(entry),
+                metrics_text(entry.metrics),
                 note(entry, run.before.get(entry.number)),
             ]
         )
@@ -68,7 +65,7 @@ def _graph_lines(result: Log) -> list[str]:
 
     def describe(entry: LoggedStep) -> str:
         words = [f"{entry.run}@{entry.step}".ljust(width), moment(entry.created)]
-        words += [_bytes(entry.written_bytes).rjust(8), _metrics(entry)]
+        words += [_bytes(entry.written_bytes).rjust(8), metrics_text(entry.metrics)]
         extra = note(entry, before.get((entry.run, entry.number)))
         return "  ".join([*words, *([extra] if extra else [])])
 
@@ -110,9 +107,10 @@ def command(
 ) -> None:
     """List the saved steps of each run (or of RUN), newest first.
 
-    'state' is the size of the whole state, 'new' what the step added to the store. A step marked
-    'abandoned' is no longer on the way to the run's newest step. Exit code 3 when a record could
-    not be read: the others are listed.
+    'state' is the size of all tensors, 'new' what the step added to the store in chunks (small
+    tensors and plain values lie in the manifest). Of many metrics the first are shown; --json has
+    all. A step marked 'abandoned' is no longer on the way to the run's newest step. Exit code 3
+    when a record could not be read: the others are listed.
     """
     if stat and graph:
         raise click.UsageError("--stat and --graph cannot be combined")

@@ -7,10 +7,19 @@ from typing import Any
 
 import click
 from deltackpt_store.errors import InvalidInputError
+from deltackpt_store.records import some_of
 from deltackpt_store.retention import Best, Keep, RetentionPlan, apply
 from deltackpt_store.store import Store
 
-from deltackpt_tools.output import counted, document, json_option, store_argument, table, write_json
+from deltackpt_tools.output import (
+    counted,
+    document,
+    json_option,
+    shortened,
+    store_argument,
+    table,
+    write_json,
+)
 from deltackpt_tools.quantities import DURATION
 from deltackpt_tools.stores import open_store
 
@@ -19,9 +28,9 @@ def _best(text: str | None) -> Best | None:
     if text is None:
         return None
     metric, colon, mode = text.rpartition(":")
-    if not colon:
+    if not colon and text:
         return (text, "min")
-    if mode == "min" or mode == "max":
+    if metric and (mode == "min" or mode == "max"):
         return (metric, mode)
     raise InvalidInputError(
         f"{text!r} is not METRIC, METRIC:min or METRIC:max",
@@ -50,7 +59,7 @@ def _check_metric(store: Store, run: str, keep: Keep) -> None:
             f"no step of run {run!r} has a metric {keep.best[0]!r}: nothing is taken off its list",
             kind="no-match",
             option="--best",
-            hint=f"its metrics are {', '.join(sorted(names))}"
+            hint=f"its metrics are {some_of([shortened(name) for name in sorted(names)])}"
             if names
             else "it has none; leave --best out",
         )

@@ -14,6 +14,7 @@ from deltackpt_tools.output import (
     counted,
     document,
     json_option,
+    metrics_text,
     moment,
     plain,
     safe,
@@ -58,7 +59,7 @@ def _head(description: Description) -> list[str]:
         ]
         rows.append(["by codec", ", ".join(parts)])
     if commit.metrics:
-        rows.append(["metrics", " ".join(f"{safe(k)}={v:.6g}" for k, v in commit.metrics.items())])
+        rows.append(["metrics", metrics_text(commit.metrics)])
     return [label(commit), *(f"  {line}" for line in table(rows))]
 
 

@@ -13,6 +13,7 @@ from deltackpt_tools.output import (
     counted,
     document,
     json_option,
+    metrics_text,
     moment,
     safe,
     seconds,
@@ -52,7 +53,7 @@ def lines(state: StoreState) -> list[str]:
                 _bytes(run.staged_bytes),
                 _bytes(run.written_bytes),
                 str(run.skipped),
-                " ".join(f"{safe(k)}={v:.5g}" for k, v in run.metrics.items()) or "-",
+                metrics_text(run.metrics, digits=5),
                 safe(run.writer or "-"),
             ]
         )

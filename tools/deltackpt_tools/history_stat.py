@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from deltackpt_tools.logbook import LoggedStep, RunLog, note
-from deltackpt_tools.output import safe, seconds, size, table
+from deltackpt_tools.output import metrics_text, safe, seconds, size, table
 
 HEAD = [
     "step", "state", "changed", "staged", "new", "dedup", "codecs", "stall", "staged in",
@@ -23,6 +23,13 @@ def durable_seconds(stats: dict[str, float]) -> float | None:
     parts = [stats.get("encode_seconds"), stats.get("flush_seconds")]
     known = [part for part in parts if part is not None]
     return max(sum(known), stats.get("staged_seconds", 0.0)) if known else None
+
+
+def changed_bytes(stats: dict[str, float]) -> float | None:
+    """Bytes that differ from the save before: of chunks, and of small tensors and plain values,
+    which lie in the manifest (commits of older writers do not tell of these)."""
+    chunks = stats.get("changed_bytes")
+    return None if chunks is None else chunks + stats.get("small_changed_bytes", 0.0)
 
 
 def codec_shares(stats: dict[str, float]) -> dict[str, float]:
@@ -56,7 +63,7 @@ def _row(entry: LoggedStep, before: int | None) -> list[str]:
     return [
         str(entry.step),
         _bytes(stats.get("state_bytes")),
-        _bytes(stats.get("changed_bytes")),
+        _bytes(changed_bytes(stats)),
         _bytes(staged),
         _bytes(stats.get("written_bytes")),
         share,
@@ -64,7 +71,7 @@ def _row(entry: LoggedStep, before: int | None) -> list[str]:
         seconds(stats.get("stall_seconds")),
         seconds(stats.get("staged_seconds")),
         seconds(durable_seconds(stats)),
-        " ".join(f"{safe(k)}={v:.6g}" for k, v in entry.metrics.items()) or "-",
+        metrics_text(entry.metrics),
         note(entry, before),
     ]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, TypeVar
 
@@ -161,6 +161,30 @@ def safe(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
+LONGEST_NAME = 40
+"""Characters of a metric's name that are shown."""
+_METRICS_WIDTH = 160
+
+
+def shortened(text: str, limit: int = LONGEST_NAME) -> str:
+    """`text` from a store, safe to print, cut to `limit` characters."""
+    text = safe(text[: limit + 1])
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def metrics_text(metrics: Mapping[str, float], digits: int = 6) -> str:
+    """Metrics for people, on one line of a table: as many as fit, long names cut. JSON has all."""
+    shown: list[str] = []
+    width = 0
+    for name, value in metrics.items():
+        word = f"{shortened(name)}={value:.{digits}g}"
+        width += len(word) + 1
+        if shown and width > _METRICS_WIDTH:
+            return " ".join([*shown, f"... ({len(metrics)} in all)"])
+        shown.append(word)
+    return " ".join(shown) or "-"
 
 
 def table(rows: Sequence[Sequence[str]], *, right: frozenset[int] = frozenset()) -> list[str]:

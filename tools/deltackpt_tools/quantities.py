@@ -110,6 +110,15 @@ class Seconds(click.FloatRange):
         return number
 
 
-DURATION = _Parsed("duration", parse_duration)
+def _parse_positive(text: str) -> float:
+    seconds = parse_duration(text)
+    if not seconds:
+        raise ValueError(f"{text!r} is no time at all: write for example 90s, 45m, 6h or 1d12h")
+    return seconds
+
+
+DURATION = _Parsed("duration", _parse_positive)
+DURATION_OR_NONE = _Parsed("duration", parse_duration)
+"""Also ``0s``."""
 SHARE = _Parsed("share", parse_share)
 RATE = _Parsed("rate", parse_rate)

@@ -19,6 +19,7 @@ from deltackpt_tools.output import (
     moment,
     percent,
     seconds,
+    shortened,
     size,
     small_percent,
 )
@@ -201,7 +202,8 @@ def _timeline(name: str, survey: RunSurvey, data: dict[str, Any]) -> str:
     metrics = list(dict.fromkeys(metric for save in saves for metric in save.metrics))
     for i, metric in enumerate(metrics[:_METRICS]):
         values = [save.metrics.get(metric) for save in saves]
-        chart(f"m{i}", metric, "number", [(metric, values)], False)
+        title = shortened(metric)
+        chart(f"m{i}", title, "number", [(title, values)], False)
     about = "What each save cost, and what the training reported with it."
     return (
         f'<h3>Timeline</h3><p class="about">{about}</p><div class="charts">{"".join(figures)}</div>'
@@ -218,7 +220,7 @@ def _saves(name: str, saves: tuple[SavePoint, ...], metrics: list[str]) -> str:
         Column(title, numeric=title not in ("saved", "manifest"))
         for title in ("step", "saved", "state", "changed", "staged", "written", "manifest", "stall",
                       "staged in", "durable in")
-    ] + [Column(metric, numeric=True) for metric in metrics]  # fmt: skip
+    ] + [Column(shortened(metric), numeric=True) for metric in metrics]  # fmt: skip
     rows: list[list[Cell]] = []
     for save in saves:
         kind = "base" if save.is_base else "delta"
