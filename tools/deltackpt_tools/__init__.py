@@ -2,7 +2,7 @@
 
     import deltackpt_tools as tools
 
-    tools.diff("runs/example", "@100", "@200", values=True).to_dataframe()
+    tools.diff("runs/store", "@100", "@200", values=True).to_dataframe()
 
 Every function takes the path of a store (or an open `Store`) and returns frozen values with
 `to_dict()`, and `to_dataframe()` where pandas is installed. Nothing here knows torch. A name is
