@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 
 from command_line import run
 from deltackpt_tools.history_graph import graph
