@@ -30,6 +30,7 @@ _log = logging.getLogger("deltackpt.store")
 
 PROBE_PREFIX = "probe-"
 _ALIVE = "alive"
+_TRIES = 20
 _MAGIC = b"DCKPTLC\x01"
 _CANNOT_TRY = frozenset((errno.EROFS, errno.EACCES, errno.EPERM, *FULL))
 _TRY_LOCK = (
@@ -116,17 +117,27 @@ def probe(io: FileIO, directory: str, *, other_process: bool = False) -> list[Pr
     """
     make_directories(io, directory)
     remove_dead_probes(io, directory)
-    folder = f"{directory}/{PROBE_PREFIX}{secrets.token_hex(6)}"
-    io.mkdir(folder)
-    alive: int | None = None
+    folder, alive = _own_folder(io, directory)
     try:
-        with contextlib.suppress(OSError):  # no locks: nobody removes it, then
-            alive = io.lock(f"{folder}/{_ALIVE}", create=True)
         return _Probe(io, folder).run(other_process)
     finally:
         _remove(io, folder)
         if alive is not None:
             io.close(alive)
+
+
+def _own_folder(io: FileIO, directory: str) -> tuple[str, int | None]:
+    """A new folder, and the lock in it; None where there are no locks: nobody removes it, then."""
+    for _ in range(_TRIES):
+        folder = f"{directory}/{PROBE_PREFIX}{secrets.token_hex(6)}"
+        io.mkdir(folder)
+        try:
+            return folder, io.lock(f"{folder}/{_ALIVE}", create=True)
+        except (BlockingIOError, FileNotFoundError):
+            _remove(io, folder)  # who came at this moment has taken it for a dead one
+        except OSError:
+            break
+    return folder, None
 
 
 def remove_dead_probes(io: FileIO, directory: str) -> None:

@@ -65,7 +65,11 @@ def check_step(step: Any) -> int:
     if not (isinstance(step, (bool, float)) or str(getattr(step, "dtype", "")).endswith("bool")):
         with contextlib.suppress(TypeError, ValueError, RuntimeError):
             number = int(operator.index(step))
-    if number is None or not 0 <= number < 1 << 63:
+    if number is not None and number.bit_length() > 63:
+        raise InvalidInputError(
+            f"step must fit into 63 bits, got a number of {number.bit_length()}", option="step"
+        )
+    if number is None or number < 0:
         raise InvalidInputError(
             f"step must be a whole number of 0 or more, got {step!r}",
             hint=_as_number(step),

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -176,6 +177,37 @@ def test_what_killed_probes_left_is_removed(tmp_path: Path) -> None:
     os.close(held)
     assert all(primitive.works for primitive in probe(FileIO(), str(cache)))
     assert not [p for p in cache.iterdir() if p.is_dir()]
+
+
+@pytest.mark.parametrize("held", [True, False])
+def test_probes_that_begin_together_do_not_take_each_other_for_dead(
+    tmp_path: Path, held: bool
+) -> None:
+    """Prevents: one of two ranks that make a store being told that its disk cannot hold one."""
+    overtaken: list[str] = []
+
+    class Overtaken(FileIO):
+        """Another process removes the folder as a dead one's before its lock is had; the lock is
+        still `held` when it is tried, or has gone with its file."""
+
+        def lock(self, path: str, *, create: bool = False) -> int:
+            if not create or not path.endswith("/alive") or len(overtaken) == 3:
+                return super().lock(path, create=create)
+            overtaken.append(path)
+            self.close(self.create(path))
+            other = FileIO().lock(path)
+            try:
+                if held:
+                    return super().lock(path, create=True)
+            finally:
+                shutil.rmtree(os.path.dirname(path))
+                self.close(other)
+            return super().lock(path, create=True)
+
+    found = probe(Overtaken(), str(tmp_path))
+    assert len(overtaken) == 3
+    assert all(primitive.works for primitive in found if primitive.vital)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES, errno.ENOSPC])

@@ -197,6 +197,9 @@ def test_a_step_is_named_the_same_way_everywhere(tmp_path: Path, step: Any) -> N
 
 def test_steps_and_metrics_are_plain_numbers() -> None:
     assert check_step((1 << 63) - 1) == (1 << 63) - 1
+    for large in (1 << 63, 10**5000):  # whose digits Python does not even print
+        with pytest.raises(InvalidInputError, match="63 bits"):
+            check_step(large)
     metrics = check_metrics({"loss": torch.tensor(0.5), "n": np.float32(2), "i": 3})
     assert metrics == {"loss": 0.5, "n": 2.0, "i": 3.0}
     assert all(type(value) is float for value in metrics.values())
