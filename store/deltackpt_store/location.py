@@ -128,16 +128,18 @@ def probe(io: FileIO, directory: str, *, other_process: bool = False) -> list[Pr
 
 def _own_folder(io: FileIO, directory: str) -> tuple[str, int | None]:
     """A new folder, and the lock in it; None where there are no locks: nobody removes it, then."""
-    for _ in range(_TRIES):
+    tries = _TRIES
+    while True:
         folder = f"{directory}/{PROBE_PREFIX}{secrets.token_hex(6)}"
         io.mkdir(folder)
+        tries -= 1
         try:
             return folder, io.lock(f"{folder}/{_ALIVE}", create=True)
-        except (BlockingIOError, FileNotFoundError):
-            _remove(io, folder)  # who came at this moment has taken it for a dead one
-        except OSError:
-            break
-    return folder, None
+        except OSError as error:
+            # Who came at this moment may have taken it for a dead one's.
+            if not tries or not isinstance(error, (BlockingIOError, FileNotFoundError)):
+                return folder, None
+            _remove(io, folder)
 
 
 def remove_dead_probes(io: FileIO, directory: str) -> None:
