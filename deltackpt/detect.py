@@ -27,7 +27,7 @@ HASH_BYTES = 16
 GIL_FREE_BYTES = 65536
 UNIT_BYTES = 4 * 1024 * 1024
 
-_view_of = ctypes.pythonapi.PyMemoryView_FromMemory
+_view_of = ctypes.pythonapi["PyMemoryView_FromMemory"]  # by [], as an attribute it is everybody's
 _view_of.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
 _view_of.restype = ctypes.py_object
 _READ = 0x100  # PyBUF_READ

@@ -49,10 +49,11 @@ def check_name(name: str, what: str) -> str:
 
 def _without_step(name: object) -> str:
     """Advice for whoever named a step where a name is asked for."""
-    run, at, _ = name.partition("@") if isinstance(name, str) else ("", "", "")
-    if not at:
+    if not isinstance(name, str) or "@" not in name:
         return ""
-    return f"no step is asked for here: name {f'its run alone, {run}' if run else 'a run'}; "
+    run = name.partition("@")[0]
+    wanted = f"its run alone, {run}" if run else "a run"
+    return f"no step is asked for here: name {wanted}; "
 
 
 def check_step(step: Any) -> int:

@@ -39,7 +39,7 @@ from deltackpt_store.scrub_order import (
     families,
     odd,
     units,
-    work,
+    work_of,
 )
 
 __all__ = ["BadRecord", "Progress", "scrub"]
@@ -88,7 +88,7 @@ class _Scrub:
         self._kin = families(self._tables if prove else ())
         stored = [int(t.entries.table["stored"].sum(dtype=np.int64)) for t in self._tables]
         self._total = sum(stored)
-        todo = sum(int(work(table.entries.table, prove).sum()) for table in self._tables)
+        todo = sum(int(work_of(table.entries.table, prove).sum()) for table in self._tables)
         self._forks = todo >= FORK_WORK and _may_fork(packs.io)
         if self._forks:
             processors = len(os.sched_getaffinity(0))

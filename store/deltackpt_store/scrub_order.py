@@ -22,7 +22,7 @@ from deltackpt_store.pack import ENTRY_BYTES, ID_BYTES, MAX_PARAMS, RECORD_BYTES
 DECODING = 3
 """Times as much work as reading and hashing, about, per byte that is decoded."""
 LEAST_WORK = 4 * 1024 * 1024
-"""What is handed out at once, at least: bytes read, and `DECODING` times the bytes decoded."""
+"""What is handed out at once, at least (`work_of`)."""
 MOST_WORK = 128 * 1024 * 1024
 
 FRONT, RAW, CODED, WRONG = range(4)
@@ -101,8 +101,9 @@ def odd(table: NDArray[Any]) -> Bools:
     return long | ((table["codec"] != codecs.RAW) & (table["header"] > HEAD_BYTES))
 
 
-def work(table: NDArray[Any], prove: bool = True) -> Ints:
-    """What it is to check each of these rows; without `prove` nothing is decoded."""
+def work_of(table: NDArray[Any], prove: bool = True) -> Ints:
+    """The work of checking each of these rows: bytes to be read, and `DECODING` times those to be
+    decoded. Without `prove` nothing is."""
     stored = table["stored"].astype(np.int64)
     coded = table["codec"] != codecs.RAW
     return stored + DECODING * np.where(coded, table["raw"], 0) if prove else stored
@@ -161,7 +162,7 @@ def families(tables: Sequence[Table]) -> Families:
     row = np.concatenate([m.row for m in members])
     start = np.concatenate([m.start for m in members])
     stored = np.concatenate([m.stored for m in members])
-    cost = np.concatenate([m.work for m in members])
+    work = np.concatenate([m.work for m in members])
     key = np.concatenate([m.key for m in members])
     count = np.concatenate([m.counts for m in members])
     reference = np.concatenate([m.references for m in members])
@@ -185,7 +186,7 @@ def families(tables: Sequence[Table]) -> Families:
         table[order].astype(np.int32),
         row[order].astype(np.int32),
         stored[order].astype(np.uint32),
-        cost[order],
+        work[order],
         number.astype(np.int32),
         is_needed[chunk[order]],
     )
@@ -249,7 +250,7 @@ def _members(entries: PackEntries, needed: NDArray[np.uint64]) -> _Members:
     counts = table["refs"].astype(np.int64)
     reference = _keys(entries.refs)[np.repeat(mine, counts)]
     start, stored = spans(table[rows])[0], table["stored"][rows].astype(np.int64)
-    return _Members(rows, start, stored, work(table[rows]), keys[rows], counts[rows], reference)
+    return _Members(rows, start, stored, work_of(table[rows]), keys[rows], counts[rows], reference)
 
 
 def units(
@@ -264,7 +265,7 @@ def units(
         if len(entries):
             table = entries.table[np.argsort(entries.table["offset"], kind="stable")]
             end = int(table["offset"][-1]) + int(table["header"].max()) + 1
-            cuts = table["offset"][_cuts(_before(work(table, prove)), size)]
+            cuts = table["offset"][_cuts(_before(work_of(table, prove)), size)]
             yield from (Stretch(number, *edge) for edge in pairwise([*cuts.tolist(), end]))
 
 

@@ -183,6 +183,17 @@ def test_a_library_of_another_source_is_not_used(tmp_path: Path) -> None:
     assert kernels.load(tmp_path) is None
 
 
+def test_other_users_of_ctypes_find_it_as_it_was() -> None:
+    """Prevents: a library that asks Python for the characters of bytes getting an address."""
+    look = (
+        "import ctypes, deltackpt\n"
+        "for name in ('PyBytes_AsString', 'PyMemoryView_FromMemory'):\n"
+        "    found = getattr(ctypes.pythonapi, name)\n"
+        "    assert (found.restype, found.argtypes) == (ctypes.c_int, None), name\n"
+    )
+    subprocess.run([sys.executable, "-c", look], check=True)
+
+
 @pytest.mark.parametrize("compiler", ["cc", "gcc", "clang"])
 def test_every_compiler_makes_all_the_loops(
     compiler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

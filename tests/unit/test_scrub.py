@@ -21,7 +21,7 @@ from deltackpt_store.pack_set import PackSet
 from deltackpt_store.pack_writer import PackWriter
 from deltackpt_store.scrub import BadRecord, scrub
 from deltackpt_store.scrub_check import Checked, Checker
-from deltackpt_store.scrub_order import Kin, Stretch, Table, families, odd, pieces, units, work
+from deltackpt_store.scrub_order import Kin, Stretch, Table, families, odd, pieces, units, work_of
 from deltackpt_store.store import Store
 from deltackpt_store.store_writer import StoreWriter
 
@@ -142,7 +142,7 @@ def test_units_are_alike_in_work_however_well_their_bytes_compress(
             writer.put(noise.tobytes() if number // 10 % 2 else bytes([number]) * 30_000)
         (name,) = writer.flush()
     entries = read_footer(store.io, pack_path(store.path, name)).entries
-    cost = work(entries.table, prove)
+    cost = work_of(entries.table, prove)
     assert (cost < 1000).any() != prove
     size = int(cost.max()) * 2
     found = list(units([Table(name, entries)], families(()), size, prove=prove))

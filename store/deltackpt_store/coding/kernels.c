@@ -156,7 +156,7 @@ FAST size_t symbols_pack(const uint8_t *stream, size_t size, int per_byte, const
       for (size_t i = 0; i < n; i++)
         codes[i] = bytes[i] == zero ? 0 : bytes[i] == one ? 1 : bytes[i] == two ? 2 : 3;
     } else {
-      for (size_t i = 0; i < n; i++) {
+      for (size_t i = 0; i < n; i++) { /* at most one is equal; vectors have no table of 256 */
         uint8_t byte = bytes[i], code = 15;
         for (int k = 0; k < 15; k++) code ^= byte == listed[k] ? 15 ^ k : 0;
         codes[i] = code;
@@ -221,7 +221,8 @@ struct stream {
   uint8_t step, others_step, per_byte, listed[15], padding[6];
 };
 
-/* The values of `n` codes; both have room for 16 at a time, which processors look up at once. */
+/* The values of `n` codes. `codes` and `out` have room for the next multiple of 16, as so many are
+   looked up at once. */
 INNER look_up(const uint8_t *values, const uint8_t *codes, size_t n, uint8_t *out) {
 #if defined(__GNUC__) && !defined(__clang__)
   typedef uint8_t sixteen __attribute__((vector_size(16)));

@@ -32,7 +32,7 @@ _STREAM = struct.Struct("<QQBBB15s6x")  # struct stream of the source
 _POINTER, _SIZE, _INT = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
 _BYTE = ctypes.c_char
 _LISTED = ctypes.c_char * 15
-_bytes_at = ctypes.pythonapi.PyBytes_AsString
+_bytes_at = ctypes.pythonapi["PyBytes_AsString"]  # by [], as an attribute it is everybody's
 _bytes_at.restype, _bytes_at.argtypes = _POINTER, (ctypes.py_object,)
 
 
