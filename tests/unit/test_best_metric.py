@@ -65,7 +65,7 @@ def test_the_command_refuses_a_metric_that_no_step_has(tmp_path: Path) -> None:
     for more in ([], ["--dry-run"], ["--last", "1"]):
         done = run("retain", path, "main", "--best", "metricx", *more)
         assert done.exit_code != 0
-        text = str(done.exception) + done.output
+        text = str(done.exception) + done.stderr
         assert "'metricx'" in text
         assert "its metrics are accuracy, loss" in text
     assert steps(path) == [0, 1, 2]
@@ -82,5 +82,5 @@ def test_the_command_refuses_a_metric_that_is_never_a_number(tmp_path: Path) -> 
     for more in ([], ["--dry-run"], ["--last", "1"]):
         done = run("retain", path, "main", "--best", "loss", *more)
         assert done.exit_code == 2
-        assert "NaN in every step" in done.output
+        assert "NaN in every step" in done.stderr
     assert steps(path) == [0, 1, 2]

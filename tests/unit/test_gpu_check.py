@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from extras import needs_triton
 
 TOOL = Path(__file__).parents[2] / "tools" / "gpu_check.py"
 
@@ -23,6 +24,7 @@ def gpu_check(*args: str) -> Any:
 
 
 @pytest.mark.parametrize("sections", ["hash", "copy", "train,peers,multi"])
+@needs_triton
 def test_a_dry_run_reports_every_figure(tmp_path: Path, sections: str) -> None:
     out = tmp_path / "result.json"
     out.write_text(json.dumps({"sections": {"earlier": {"ok": True}}}))

@@ -170,8 +170,9 @@ def test_a_view_is_not_spoilt_by_its_metrics(small: SmallStore) -> None:
                   ["retain", "--best", "nope"]):  # fmt: skip
         places = ["main"] if words[0] == "retain" else []
         result = run(words[0], small.path, *places, *words[1:])
-        assert max(map(len, result.output.splitlines())) < 400, words
-        assert "\x1b" not in result.output
+        said = result.stdout + result.stderr
+        assert max(map(len, said.splitlines())) < 400, words
+        assert "\x1b" not in said
     text = run("log", small.path).output
     assert "n" * 37 + "...=1e+308" in text
     assert "m0=0 m1=1" in text

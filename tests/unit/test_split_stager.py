@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from deltackpt_store.errors import StorageError
+from extras import needs_triton
 from saving import saved
 from staging_ring import SEED, MemoryRing, Tensors
 from torch import nn
@@ -156,6 +157,7 @@ def test_a_state_on_the_host_alone_makes_no_device() -> None:
     assert devices.made == {}
 
 
+@needs_triton
 def test_a_device_that_hashes_wrongly_is_not_trusted(caplog: pytest.LogCaptureFixture) -> None:
     """Prevents changes missed for good by a miscompiled kernel or a broken device."""
 
@@ -170,6 +172,7 @@ def test_a_device_that_hashes_wrongly_is_not_trusted(caplog: pytest.LogCaptureFi
     assert "hash wrongly" in caplog.text
 
 
+@needs_triton
 def test_a_device_that_runs_no_kernel_is_copied_from(caplog: pytest.LogCaptureFixture) -> None:
     def no_kernels(*_: Any) -> None:
         raise RuntimeError("no kernel image is available")
@@ -188,6 +191,7 @@ def test_without_triton_all_is_copied(
     assert "deltackpt[gpu]" in caplog.text
 
 
+@needs_triton
 def test_a_device_that_moves_wrong_bytes_is_not_trusted(caplog: pytest.LogCaptureFixture) -> None:
     """Prevents every save failing, where copying all would have worked."""
 
@@ -268,6 +272,7 @@ def test_devices_other_than_cudas_are_hashed_on_the_host() -> None:
     assert SplitStager(seed=SEED, threads=1).mark({0: source}) == {}
 
 
+@needs_triton
 def test_a_good_device_passes_the_self_test() -> None:
     assert isinstance(stager_for(LateStreams(ModelKernels()), seed=SEED), DeviceStager)
 
