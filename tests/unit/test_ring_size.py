@@ -25,11 +25,15 @@ class Counted:
     def __init__(self, slot_bytes: int) -> None:
         self.slot_bytes = slot_bytes
         self._next = count()
-        self.used = 0
+        self._taken: list[int] = []
+
+    @property
+    def used(self) -> int:
+        return len(self._taken)
 
     def acquire_slot(self, timeout: float | None) -> int:
         slot = next(self._next)
-        self.used = max(self.used, slot + 1)
+        self._taken.append(slot)  # in one go: threads of the stager come here at once
         return slot
 
     def put(self, slot: int, at: int, data: memoryview) -> None:
