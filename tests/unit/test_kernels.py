@@ -125,6 +125,9 @@ def test_one_code_and_one_other_for_all(per_byte: int, code: int) -> None:
         return out.tobytes()
 
     assert either_way(unpacked) == [bytes((0x77 if code else listed[0],)) * 5001] * 2
+    packed = bytes((code,)) * -(-5001 // per_byte)  # the last byte has codes that do not count
+    others = either_way(lambda: symbols.count_others(packed, per_byte, 5001))
+    assert others == [5001 if code else 0] * 2
 
 
 def test_rounding() -> None:

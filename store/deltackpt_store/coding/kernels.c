@@ -200,25 +200,33 @@ INNER expand(const uint8_t *packed, size_t n, int per_byte, uint8_t *codes) {
 
 /* How many of the first `size` codes are the highest: as many others follow. */
 FAST size_t symbols_others(const uint8_t *packed, size_t size, int per_byte) {
-  uint8_t codes[BLOCK], last = per_byte == CRUMBS ? 3 : 15;
-  size_t count = 0;
-  for (size_t at = 0; at < size; at += BLOCK) {
-    size_t n = size - at < BLOCK ? size - at : BLOCK;
+  uint8_t last = per_byte == CRUMBS ? 3 : 15, bits = 8 / per_byte;
+  size_t whole = size / per_byte, count = 0;
+  for (size_t at = 0; at < whole; at += BLOCK) {
+    size_t n = whole - at < BLOCK ? whole - at : BLOCK;
     unsigned found = 0;
-    expand(packed + at / per_byte, n, per_byte, codes);
-    for (size_t i = 0; i < n; i++) found += codes[i] == last;
+    if (per_byte == CRUMBS) {
+      for (size_t i = 0; i < n; i++) { /* both bits of a code, of each of the four */
+        uint8_t both = packed[at + i] & packed[at + i] >> 1;
+        found += (both & 1) + (both >> 2 & 1) + (both >> 4 & 1) + (both >> 6 & 1);
+      }
+    } else {
+      for (size_t i = 0; i < n; i++)
+        found += ((packed[at + i] & 15) == 15) + (packed[at + i] >> 4 == 15);
+    }
     count += found;
   }
+  for (size_t i = 0; i < size % per_byte; i++) count += (packed[whole] >> bits * i & last) == last;
   return count;
 }
 
 /* Stored streams ------------------------------------------------------------------------------- */
 
 /* A stream as it is stored, see streams.py: its bytes, or if `per_byte` is not 0 its packed codes and
-   the others, as many as `symbols_others` says. Of a step of 0, one byte stands for all. */
+   the others, as many as `symbols_others` says. Where there is no pointer one byte stands for all. */
 struct stream {
   const uint8_t *bytes, *others;
-  uint8_t step, others_step, per_byte, listed[15], padding[6];
+  uint8_t byte, other, per_byte, listed[15], padding[6];
 };
 
 /* The values of `n` codes. `codes` and `out` have room for the next multiple of 16, as so many are
@@ -241,11 +249,10 @@ INNER look_up(const uint8_t *values, const uint8_t *codes, size_t n, uint8_t *ou
 /* The `n` values of a packed stream from `at` on; `next` of the others have been used before. */
 INNER unpack(const struct stream *s, size_t at, size_t n, size_t *next, uint8_t *out) {
   uint8_t codes[BLOCK], same[BLOCK / 2], values[16], last = s->per_byte == CRUMBS ? 3 : 15;
-  const uint8_t *packed = s->bytes + at / s->per_byte;
   memcpy(values, s->listed, last);
   memset(values + last, 0, sizeof values - last);
-  if (!s->step) packed = memset(same, s->bytes[0], sizeof same);
-  expand(packed, n, s->per_byte, codes);
+  expand(s->bytes ? s->bytes + at / s->per_byte : memset(same, s->byte, sizeof same), n,
+         s->per_byte, codes);
   if (n < BLOCK) memset(codes + n, 0, BLOCK - n);
   if (s->per_byte == CRUMBS) {
     for (size_t i = 0; i < n; i++)
@@ -255,7 +262,7 @@ INNER unpack(const struct stream *s, size_t at, size_t n, size_t *next, uint8_t 
   }
   for (size_t from = 0; from < n; from += 64)
     for (uint64_t found = equals(codes + from, last); found; found &= found - 1)
-      out[from + (size_t)__builtin_ctzll(found)] = s->others[s->others_step * (*next)++];
+      out[from + (size_t)__builtin_ctzll(found)] = s->others ? s->others[(*next)++] : s->other;
 }
 
 /* Undoes SPLIT: the streams are byte planes of `count` bytes. `base` may be null, and `values` may be
@@ -268,12 +275,12 @@ INNER unpack(const struct stream *s, size_t at, size_t n, size_t *next, uint8_t 
     const uint8_t *planes[WIDTH];                                                                  \
     size_t next[WIDTH] = {0};                                                                      \
     for (int k = 0; k < WIDTH; k++)                                                                \
-      if (!streams[k].per_byte && !streams[k].step) memset(bytes[k], streams[k].bytes[0], BLOCK);  \
+      if (!streams[k].per_byte && !streams[k].bytes) memset(bytes[k], streams[k].byte, BLOCK);     \
     for (size_t at = 0; at < count; at += BLOCK) {                                                 \
       size_t n = count - at < BLOCK ? count - at : BLOCK;                                          \
       for (int k = 0; k < WIDTH; k++) {                                                            \
         const struct stream *s = streams + k;                                                      \
-        planes[k] = s->per_byte || !s->step ? bytes[k] : s->bytes + at;                            \
+        planes[k] = s->per_byte || !s->bytes ? bytes[k] : s->bytes + at;                           \
         if (s->per_byte) unpack(s, at, n, next + k, bytes[k]);                                     \
       }                                                                                            \
       pair##WIDTH(planes, n, block);                                                               \

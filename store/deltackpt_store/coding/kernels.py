@@ -28,6 +28,7 @@ _SOURCE = "kernels.c"
 _WIDTHS = (1, 2, 4, 8)
 
 _STREAM = struct.Struct("<QQBBB15s6x")  # struct stream of the source
+_CONSTANT = [_STREAM.pack(0, 0, byte, 0, 0, b"") for byte in range(256)]
 
 _POINTER, _SIZE, _INT = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
 _BYTE = ctypes.c_char
@@ -79,17 +80,7 @@ class Native:
 
     def join(self, streams: Sequence[Stream], reference: Elements | None, out: Elements) -> None:
         """Undo `split` into `out`, from streams as they are stored."""
-        rows = b"".join(
-            _STREAM.pack(
-                _address(data) or 0,
-                _address(others) or 0,
-                len(data) != 1,
-                len(others) != 1,
-                per_byte,
-                listed,
-            )
-            for _, data, per_byte, listed, others in streams
-        )
+        rows = b"".join([_row(stream) for stream in streams])
         self._join[out.itemsize](rows, len(out), _address(reference), _address(out))
 
     def suit(self, stream: Bytes) -> tuple[int, bytes]:
@@ -123,6 +114,20 @@ class Native:
             _address(numbers), _address(before), _address(after), _address(second),
             _address(weight), _address(largest), len(second),
         )  # fmt: skip
+
+
+def _row(stream: Stream) -> bytes:
+    _, data, per_byte, listed, others = stream
+    if not per_byte and len(data) == 1:
+        return _CONSTANT[data[0]]
+    bytes_at, byte = _place(data)
+    others_at, other = _place(others)
+    return _STREAM.pack(bytes_at, others_at, byte, other, per_byte, listed)
+
+
+def _place(data: Buffer) -> tuple[int, int]:
+    """The address of several bytes, or 0 and the only one."""
+    return (0, data[0]) if len(data) == 1 else (_address(data) or 0, 0)
 
 
 def _address(data: Any) -> int | None:
