@@ -47,16 +47,16 @@ def test_idle_cores_are_counted_and_own_ones_are_kept(
     assert found.count() == count
 
 
-def test_it_follows_what_others_do_within_steps_of_50_ms(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_follows_what_others_do_within_steps_of_20_ms(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(monkeypatch, 2)
     found = IdleCores(4, lambda: machine.own)
     machine.run(10.0, idle=2, own=0)
     assert found.count() == 2
-    machine.run(0.04, idle=0, own=1)
+    machine.run(0.015, idle=0, own=1)
     assert found.count() == 2
-    machine.run(0.04, idle=0, own=1)
+    machine.run(0.015, idle=0, own=1)
     assert found.count() == 1
-    machine.run(0.06, idle=1, own=1)
+    machine.run(0.025, idle=1, own=1)
     assert found.count() == 2
 
 
