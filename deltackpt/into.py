@@ -82,7 +82,18 @@ class Plan:
             if root.keys().isdisjoint(state):
                 names = dict.fromkeys(path.partition("/")[0] for path in self.report.unexpected)
                 self.report.hint(f"the checkpoint calls them {', '.join(map(repr, names))}")
+        elif left := [key for key in root if key not in state]:
+            both = [path for key, path in zip(state, segments(state), strict=True) if key in root]
+            self._hint_only(both, segments(left))
         self.report.check(step, strict=strict)
+
+    def _hint_only(self, both: list[str], left: list[str]) -> None:
+        """Name `only=` where all that is wrong are top-level entries that are `left` over."""
+        report = self.report
+        tops = {path.partition("/")[0] for path in report.unexpected}
+        if tops and tops.issubset(left) and not report.missing and not report.mismatched:
+            only = repr(both[0] if len(both) == 1 else both)
+            report.hint(f"only={only} restores just that, strict=False whatever fits")
 
     def _match_objects(
         self,
@@ -125,8 +136,13 @@ class Plan:
 
     def _match_rest(self, root: Mapping[Any, Any]) -> None:
         """Top-level entries of the step that the state does not have."""
+        self.report.one_sided.update(
+            path for key, path in zip(self._state, segments(self._state), strict=True)
+            if key not in root
+        )  # fmt: skip
         for key, node in root.items():
             if key not in self._state:
+                self.report.one_sided.add(segments([key])[0])
                 slots = list(slots_of(node))
                 names = [self.step.paths[slot] for slot in slots]
                 if names or not self.step.partial:

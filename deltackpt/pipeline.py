@@ -467,6 +467,7 @@ class SavePipeline:
             self._baselines.committed(staging.table, client, save, commit)
             self._order.committed(outcome.step)
             self.last = report
+        self._order.left_unseen(outcome.step, outcome.number)
         self.hold(None)
         task.progress.commit(report)
         self._observers(events.Committed(outcome.run, outcome.step, report))

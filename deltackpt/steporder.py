@@ -25,6 +25,7 @@ class StepOrder:
         self._known = False
         self._newest: int | None = None
         self._went_back = False  # to a restored step, after which nothing has been saved
+        self._seen: int | None = None  # the run's last commit when a save after a restore began
         self._told: set[int] = set()  # steps that a warning has named as left
 
     def committed(self, step: int) -> None:
@@ -48,6 +49,8 @@ class StepOrder:
             self._learn()
         newest, back = self._newest, self._went_back
         self._went_back = False
+        if back:
+            self._seen = self._last_number()
         if not back and (newest is None or step > newest):
             return
         last = -1 if newest is None else newest
@@ -58,15 +61,41 @@ class StepOrder:
         except DeltackptError:  # there is none, or the save will say what is wrong
             return
         if left:
-            self._told.update(left)
-            _log.warning(
-                "saving step %d of run %r leaves its steps %s: the run goes on without them, and"
-                " steps() does not list them any more; restore(step=%d), load(store, %r, %d) and"
-                " '%s@%d' on the command line still find one, until retention (keep=) takes it or"
-                " a later save has its number; 'deltackpt pin' keeps one",
-                step, self._run, ", ".join(map(str, left)),
-                left[-1], self._run, left[-1], self._run, left[-1],
-            )  # fmt: skip
+            self._warn(step, left, "")
+
+    def left_unseen(self, step: int, number: int) -> None:
+        """Say which steps of other trainers the commit `number` of `step` took off the list.
+
+        Those that they committed after the first save since a restore had begun, which then waited
+        for them to let the run go: `leave` cannot have seen them.
+        """
+        seen, self._seen = self._seen, None
+        if seen is None or number <= seen + 1:
+            return
+        with contextlib.suppress(DeltackptError):
+            own = self._store.read_commit(self._run, number)
+            others = [commit.step for commit in self._store.commits(self._run)
+                      if seen < commit.number < number and commit.writer != own.writer]  # fmt: skip
+            left = [s for s in others if s != step and s not in self._told]
+            if left:
+                self._warn(step, left, ", which another trainer has saved since the restore")
+
+    def _warn(self, step: int, left: list[int], whose: str) -> None:
+        self._told.update(left)
+        _log.warning(
+            "saving step %d of run %r leaves its steps %s%s: the run goes on without them, and"
+            " steps() does not list them any more; restore(step=%d), load(store, %r, %d) and"
+            " '%s@%d' on the command line still find one, until retention (keep=) takes it or"
+            " a later save has its number; 'deltackpt pin' keeps one",
+            step, self._run, ", ".join(map(str, left)), whose,
+            left[-1], self._run, left[-1], self._run, left[-1],
+        )  # fmt: skip
+
+    def _last_number(self) -> int | None:
+        try:
+            return self._store.numbers(self._run)[-1]
+        except (DeltackptError, IndexError):  # there is none, or the save will say what is wrong
+            return None
 
     def check(self, step: int, in_flight: Sequence[int]) -> None:
         """Raise `ConflictError` when `step` does not come after what it would continue.

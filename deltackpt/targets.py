@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
@@ -136,7 +137,8 @@ def compare(path: str, view: TensorView, tensor: torch.Tensor) -> Mismatch | Non
 class Report:
     """Everything that is found about a step and the live objects, before anything is changed.
 
-    `fatal` are faults that no mode forgives; `hints` what may help.
+    `fatal` are faults that no mode forgives; `hints` what may help; `one_sided` the top-level
+    entries that only the step or only the live state has.
     """
 
     loaded: list[str] = field(default_factory=lambda: list[str]())
@@ -146,6 +148,7 @@ class Report:
     removed: list[str] = field(default_factory=lambda: list[str]())
     fatal: list[str] = field(default_factory=lambda: list[str]())
     hints: list[str] = field(default_factory=lambda: list[str]())
+    one_sided: set[str] = field(default_factory=lambda: set[str]())
 
     def hint(self, text: str | None) -> None:
         if text is not None and text not in self.hints:
@@ -164,14 +167,14 @@ class Report:
             return
         lines = [f"step {step.name} does not fit the objects to restore into"]
         lines += [f"  {text}" for text in self.fatal]
-        lines += _listed("missing in the checkpoint", self.missing)
-        lines += _listed("unexpected in the checkpoint", self.unexpected)
+        lines += _listed("missing in the checkpoint", _folded(self.missing, self.one_sided))
+        lines += _listed("unexpected in the checkpoint", _folded(self.unexpected, self.one_sided))
         lines += _listed("different", list(map(str, self.mismatched)))
         for mismatch in self.mismatched:
             self.hint(mismatch.hint)
         if any(" of shape " in mismatch.target for mismatch in self.mismatched):
             self.hint("give the target the dtype and shape of the checkpoint (nothing is cast)")
-        if not self.fatal:
+        if not self.fatal and not any("strict=False" in hint for hint in self.hints):
             self.hint("strict=False restores what fits, only= a part")
         raise MismatchError(
             "\n".join(lines),
@@ -194,6 +197,16 @@ class Report:
         ):
             if names:
                 _log.warning("step %s: %s: %s", step.name, what, shown(names))
+
+
+def _folded(names: list[str], entries: Collection[str]) -> list[str]:
+    """`names` (paths), but one line for all that lie below one of the `entries`."""
+    tops = [name.partition("/")[0] for name in names]
+    sizes = Counter(tops)
+    return list(dict.fromkeys(
+        f"{top} (all of it, {sizes[top]} values)" if top in entries and sizes[top] > 1 else name
+        for top, name in zip(tops, names, strict=True)
+    ))  # fmt: skip
 
 
 def _listed(what: str, names: list[str]) -> list[str]:

@@ -27,6 +27,7 @@ _log = logging.getLogger("deltackpt.writer")
 
 LOCK_NAME = ".lock"
 _POLL_SECONDS = 0.05
+_PATIENCE_SECONDS = 1.0  # after which waiting is told: a writer that only finishes takes less
 _BUSY = frozenset({errno.EAGAIN, errno.EWOULDBLOCK, errno.EACCES})
 
 _HINT = (
@@ -58,8 +59,9 @@ class RunLock:
         made (a read-only store, no permission).
         """
         path = os.path.join(directory, LOCK_NAME)
-        deadline = time.monotonic() + timeout
-        parted = False
+        begun = time.monotonic()
+        deadline = begun + timeout
+        parted = told = False
         while True:
             fd = open_regular(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
             share_lock(path, fd)
@@ -79,7 +81,15 @@ class RunLock:
             os.close(fd)
             if locked:
                 continue  # the file was replaced under us: lock the new one
-            if time.monotonic() >= deadline or cancelled(_POLL_SECONDS):
+            now = time.monotonic()
+            if not told and now >= begun + _PATIENCE_SECONDS:
+                told = True
+                _log.warning(
+                    "run %r is being written by %s: nothing can be saved until that lets go, which"
+                    " is waited for (lock_timeout=); two trainings need two run names",
+                    run, holder,
+                )  # fmt: skip
+            if now >= deadline or cancelled(_POLL_SECONDS):
                 raise ConflictError(
                     f"run {run!r} is being written by {holder}",
                     kind="run-locked",

@@ -151,3 +151,27 @@ def test_a_fork_whose_origin_is_damaged_is_saved_again(path: Path) -> None:
     commit = Store.open(path).head("fork")
     assert commit.parent is not None
     assert commit.parent[:2] == ("main", 5)
+
+
+def test_steps_that_another_trainer_saved_since_the_restore_are_named_when_they_are_left(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Prevents: two trainers of one run, of which the later takes the earlier one's steps off."""
+    state = {"x": torch.zeros(4)}
+    first = deltackpt.Checkpointer(path, {"x": torch.ones(4)}, writer="thread")
+    second = deltackpt.Checkpointer(path, state, writer="thread")
+    with caplog.at_level(logging.WARNING, "deltackpt"), second:
+        first.restore()
+        first.save(5).result(60)
+        second.restore()
+        handle = second.save(6)  # waits until the first one lets the run go
+        first.save(7)
+        first.save(8)
+        first.close()
+        handle.result(60)
+        (message,) = _left(caplog)
+        assert "leaves its steps 7, 8, which another trainer" in message
+        second.save(9).result(60)
+    assert _left(caplog) == [message]
+    assert steps(path) == [0, 1, 2, 3, 4, 5, 6, 9]
+    assert torch.equal(saved(path, 8)["x"], torch.full((4,), 4.0))

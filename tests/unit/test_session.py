@@ -707,6 +707,20 @@ def test_the_next_writer_waits_for_one_that_is_finishing(start: Start) -> None:
     second.client.result(save, 60)
 
 
+def test_waiting_for_an_earlier_writer_is_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(runlock, "_PATIENCE_SECONDS", 0)
+    lock = runlock.RunLock.acquire(str(tmp_path), "r", timeout=0, cancelled=lambda _: False)
+    rounds = iter([False, False, True])
+    with pytest.raises(ConflictError):
+        runlock.RunLock.acquire(str(tmp_path), "r", timeout=60, cancelled=lambda _: next(rounds))
+    lock.release()
+    (message,) = [record.message for record in caplog.records]
+    assert f"'r' is being written by process {os.getpid()} " in message
+    assert "lock_timeout" in message
+
+
 @pytest.mark.parametrize("code", [errno.ENOLCK, errno.ENOTSUP])
 def test_without_file_locks_the_writer_works_and_says_so(
     start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, code: int

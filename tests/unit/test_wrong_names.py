@@ -106,6 +106,28 @@ def test_a_misspelt_name_in_the_state_is_answered_with_those_of_the_checkpoint(p
         deltackpt.restore_into(path, state, run="base", only="x")
 
 
+def test_entries_that_one_side_has_alone_take_one_line_and_the_way_out_names_the_others(
+    tmp_path: Path,
+) -> None:
+    """Prevents: hundreds of lines of optimizer state for somebody who wants the model alone."""
+    model = torch.nn.Linear(2, 2)
+    state = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+    with deltackpt.Checkpointer(tmp_path / "store", state, writer="thread") as ckpt:
+        ckpt.save(0)
+    with pytest.raises(MismatchError) as caught:
+        deltackpt.restore_into(tmp_path / "store", {"model": model})
+    message = str(caught.value)
+    count = len(caught.value.context["unexpected"])  # which has all of them
+    assert f"unexpected in the checkpoint:\n    optimizer (all of it, {count} values)\n" in message
+    assert count > 1
+    assert "only='model' restores just that" in message
+    deltackpt.restore_into(tmp_path / "store", {"model": model}, only="model")
+    with pytest.raises(MismatchError) as caught:
+        deltackpt.restore_into(tmp_path / "store", {"net": model})
+    assert "net (all of it, 2 values)\n" in str(caught.value)
+    assert "calls them 'model', 'optimizer'" in str(caught.value)
+
+
 def test_another_run_that_does_not_exist_is_told_where_it_may_be_new(
     path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
