@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Sequence
 
 from deltackpt_store import codecs
 from deltackpt_store.errors import CorruptionError, DeltackptError
@@ -55,6 +56,13 @@ class Confirmer:
         if location is not None and location.pack in self._absent:
             return self.find(chunk_id)  # it may have been moved
         return location
+
+    def absent(self, ids: Sequence[bytes]) -> set[bytes]:
+        """Those of `ids` that the index does not know; none when it cannot tell."""
+        try:
+            return self._index.absent(ids)
+        except DeltackptError:
+            return set()  # to be looked up one by one
 
     def confirm(self, chunk_id: bytes, location: Location) -> None:
         """The chunk, which has no references, has been read from there."""

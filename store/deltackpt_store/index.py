@@ -48,6 +48,10 @@ class ChunkIndex(Protocol):
         """One location of the chunk, or None. A miss may be wrong, a hit must be confirmed."""
         ...
 
+    def absent(self, ids: Sequence[bytes]) -> set[bytes]:
+        """Those of `ids` of which nothing is known, at less cost than one by one."""
+        ...
+
     def add_pack(self, name: str, entries: PackEntries) -> None:
         """Learn all records of a published pack. Adding a known name again changes nothing."""
         ...
@@ -283,6 +287,12 @@ class MemoryIndex:
             for _, _, found, _ in self._search(ids):
                 known[found] = True
             return known
+
+    def absent(self, ids: Sequence[bytes]) -> set[bytes]:
+        if not self._numbers or not ids:
+            return set(ids)
+        known = self.contains_many(np.frombuffer(b"".join(ids), np.uint8).reshape(-1, ID_BYTES))
+        return {chunk_id for chunk_id, here in zip(ids, known.tolist(), strict=True) if not here}
 
     def _search(self, ids: NDArray[np.uint8]) -> Iterator[_Hits]:
         """A live record of each id that has one, pack by pack: each table is needed once."""

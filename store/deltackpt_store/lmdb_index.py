@@ -105,6 +105,12 @@ class LmdbIndex:
 
         return self._read(look, lambda memory: memory.get(chunk_id))
 
+    def absent(self, ids: Sequence[bytes]) -> set[bytes]:
+        return self._read(
+            lambda txn: {chunk_id for chunk_id in ids if txn.get(chunk_id) is None},
+            lambda memory: memory.absent(ids),
+        )
+
     def packs(self) -> frozenset[str]:
         return self._read(lambda txn: frozenset(n for n, _, _ in _packs(txn)), MemoryIndex.packs)
 

@@ -201,11 +201,9 @@ class StoreWriter:
             self.heed()
         views = [_flat(chunk.raw) for chunk in chunks]
         ids = [chunk.id or blake3(view).digest() for chunk, view in zip(chunks, views, strict=True)]
-        puts: list[Put | None] = []
+        puts = self._holdings.find_all(ids, views)
         fresh: dict[bytes, tuple[Chunk, memoryview]] = {}
-        for chunk, chunk_id, view in zip(chunks, ids, views, strict=True):
-            put = self._holdings.find(chunk_id, view)
-            puts.append(put)
+        for chunk, chunk_id, view, put in zip(chunks, ids, views, puts, strict=True):
             if put is None:
                 fresh.setdefault(chunk_id, (chunk, view))
         encodings = self.encoder.encodings(fresh, partial(self._holdings.depth, known={}))

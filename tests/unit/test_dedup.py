@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import xxhash
@@ -82,6 +82,9 @@ class OneHit(MemoryIndex):
 
     def get(self, chunk_id: bytes) -> pk.Location | None:
         return self.answer.get(chunk_id)
+
+    def absent(self, ids: Sequence[bytes]) -> set[bytes]:
+        return set(ids) - self.answer.keys()
 
     def drop_pack(self, name: str) -> None:
         self.answer = {i: w for i, w in self.answer.items() if w.pack != name}

@@ -82,6 +82,7 @@ def test_behaves_like_a_dict(
             else:
                 known = {i for held in model.values() for i in held}
                 assert index.contains_many(as_rows(ids)).tolist() == [i in known for i in ids]
+                assert index.absent(ids) == set(ids) - known
                 got = index.get_many(as_rows(ids))
                 for chunk, location in zip(ids, got, strict=True):
                     assert (location is not None) == (chunk in known)

@@ -68,6 +68,7 @@ def check(index: LmdbIndex | MemoryIndex, numbers: range, count: int = 50) -> No
         for row, chunk in enumerate(ids_of(number, count)):
             expected = Location(name(number), 64 + 200 * row, 64, 100 + row, 100 + row, 0, ())
             assert index.get(chunk) == expected
+        assert index.absent([*ids_of(number, count), bytes(32)]) == {bytes(32)}
 
 
 def run_python(code: str, *args: str) -> str:

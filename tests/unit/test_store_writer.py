@@ -12,17 +12,20 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 from blake3 import blake3
 from deltackpt_store import pack as pk
 from deltackpt_store import store_writer
-from deltackpt_store.codecs import PLANES, RAW
+from deltackpt_store.codecs import CAST, PLANES, RAW, Encoded
+from deltackpt_store.coding.cast import RULES, cast_params
 from deltackpt_store.errors import ConflictError, CorruptionError, InvalidInputError, StateError
 from deltackpt_store.fileio import Buffer
 from deltackpt_store.manifest import Commit
 from deltackpt_store.manifest_io import decode_commit, digest_of
+from deltackpt_store.recipes import Same
 from deltackpt_store.store import Store
-from deltackpt_store.store_writer import StoreWriter
+from deltackpt_store.store_writer import Chunk, StoreWriter
 from store_writing import (
     Recording,
     base_manifest,
@@ -42,6 +45,22 @@ def store(path: Path) -> Store:
 
 
 # chunks -------------------------------------------------------------------------------------
+
+
+def test_what_a_chunk_follows_from_may_lie_in_another_unfinished_pack(store: Store) -> None:
+    words = np.random.default_rng(3).standard_normal(20_000, np.float32).view(np.uint32)
+    full, half = (words & 0xFFFF0000).tobytes(), (words >> 16).astype(np.uint16).tobytes()
+    with StoreWriter(store, pack_bytes=1) as writer:
+        source = writer.put(full, dtype="uint8")
+        encoded = Encoded(CAST, cast_params(1, RULES[1][0], 0), (source.id,), [])
+        recipe = Same(blake3(half).digest(), encoded)
+        put = writer.put_many([Chunk(half, "bfloat16", recipes=(recipe,))])[0]
+        assert put.codec == CAST
+        assert put.pack != source.pack
+        before = writer.packs_of(put)
+        writer.flush()
+        assert writer.packs_of(put) == before == tuple(sorted((source.pack, put.pack)))
+    assert read(store, put, len(half)) == half
 
 
 SIZES = [513, 1000, 4096, 65535, 65536, 65537, 262144, 300_001, 1, 2, 3]
