@@ -241,9 +241,11 @@ def sparse_tensor(tag: str, shape: tuple[int, ...], flag: Any, tensors: list[Ten
         if tag == "coo":
             indices, values = tensors
             return make.sparse_coo_tensor(
-                indices, values, shape, check_invariants=True, is_coalesced=bool(flag)
-            )
+                indices, values, shape, device=values.device, check_invariants=True,
+                is_coalesced=bool(flag),
+            )  # fmt: skip
         compressed, plain, values = tensors
         return make.sparse_compressed_tensor(
-            compressed, plain, values, shape, layout=_LAYOUTS[tag], check_invariants=True
-        )
+            compressed, plain, values, shape, layout=_LAYOUTS[tag], device=values.device,
+            check_invariants=True,
+        )  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from .tensors import check_mode
 from .views import dress, rebuild
 
 _log = logging.getLogger("deltackpt.restore")
+_WAY_OUT = "leave it out to load into host memory"
 
 
 def load(
@@ -36,7 +37,8 @@ def load(
     Containers, key types and plain values come back exactly as saved; objects come back as what
     their ``state_dict`` was. Tensors have the saved dtype, strides and bits, and share memory
     exactly where the saved ones did. They are in host memory, whatever device they were saved
-    from; `device` moves them. The caller owns all of it: nothing refers to the store any more.
+    from; `device`, one that has memory, moves them. The caller owns all of it: nothing refers to
+    the store any more.
 
     Without `step`, the newest step that verifies (newer, damaged ones are logged); `run` may name
     one as ``RUN@STEP``, as on the command line. `only`: globs over paths; dict entries that none
@@ -98,7 +100,7 @@ def _build(step: Step, device: torch.device | None, threads: int | None) -> dict
         )
     memory = step.read_all(extents, threads)
     if device is not None and device.type != "cpu":
-        memory = {extent: data.to(device) for extent, data in memory.items()}
+        memory = _moved(memory, device)
 
     def tensor(slot: int, view: TensorView) -> torch.Tensor:
         return dress(view, rebuild(view, memory[view.extent]))
@@ -106,14 +108,39 @@ def _build(step: Step, device: torch.device | None, threads: int | None) -> dict
     return step.build_own(tensor)
 
 
-def _device(device: torch.device | str | int | None) -> torch.device | None:
+def _moved(memory: Mapping[int, torch.Tensor], device: torch.device) -> dict[int, torch.Tensor]:
     try:
-        where = None if device is None else torch.device(device)
-        torch.empty(0, device=where)
-    except (RuntimeError, AssertionError, TypeError) as error:
+        return {extent: data.to(device) for extent, data in memory.items()}
+    except RuntimeError as error:
         raise InvalidInputError(
-            f"device {device!r} cannot be used: {str(error).splitlines()[0]}",
+            f"what was read cannot be moved to {device}: {str(error).splitlines()[0]}",
+            kind="memory" if isinstance(error, torch.OutOfMemoryError) else "invalid-input",
             option="device",
-            hint="leave it out to load into host memory",
+            hint=_WAY_OUT,
         ) from error
+
+
+def _device(device: torch.device | str | int | None) -> torch.device | None:
+    if device is None:
+        return None
+    try:
+        where = torch.device(device)
+        torch.empty(0, device=where)
+    except TypeError as error:
+        raise InvalidInputError(
+            f"device must be a torch.device, a string such as 'cuda:0' or a number, got {device!r}",
+            option="device",
+            hint=_WAY_OUT,
+        ) from error
+    except Exception as error:  # each backend has its own, ModuleNotFoundError among them
+        reason = str(error).splitlines() or [type(error).__name__]
+        raise InvalidInputError(
+            f"device {device!r} cannot be used: {reason[0]}", option="device", hint=_WAY_OUT
+        ) from error
+    if where.type == "meta":
+        raise InvalidInputError(
+            f"device {device!r} has no memory: every tensor would come back without its values",
+            option="device",
+            hint=f"{_WAY_OUT}; `deltackpt show` tells shapes and dtypes without reading any",
+        )
     return where

@@ -208,20 +208,46 @@ def test_the_saved_device_is_a_hint(keeper: Keeper) -> None:
     assert same(found["v"], torch.arange(5000.0))
 
 
-def test_device_moves(keeper: Keeper) -> None:
+def test_device_moves(keeper: Keeper, monkeypatch: pytest.MonkeyPatch) -> None:
     # case 144
     base = torch.arange(10.0)
     found = roundtrip(keeper, {"a": base, "b": base[2:]}, device="cpu")
     assert same(found["b"], base[2:])
-    moved = load(keeper.path, device="meta")
-    assert moved["a"].device.type == "meta"
-    assert moved["a"].untyped_storage()._cdata == moved["b"].untyped_storage()._cdata
-    if not torch.cuda.is_available():
-        with pytest.raises(InvalidInputError, match="device"):
-            load(keeper.path, device="cuda")
-    maps: Any = {"cuda:0": "cpu"}
-    with pytest.raises(InvalidInputError, match="device"):
-        load(keeper.path, device=maps)
+    moved = {"cpu": load(keeper.path, device="cpu:0")}
+    with monkeypatch.context() as patch:  # a device that any machine has, in place of a GPU
+        patch.setattr(sys.modules["deltackpt.load"], "_device", torch.device)
+        moved["meta"] = load(keeper.path, device="meta")
+    for device, state in moved.items():
+        assert state["a"].device.type == device
+        assert state["a"].untyped_storage()._cdata == state["b"].untyped_storage()._cdata
+
+
+def test_a_device_that_cannot_hold_the_step_is_refused(keeper: Keeper) -> None:
+    """One without memory would give tensors without values, and call a sparse one damaged."""
+    keeper.save({"a": torch.arange(10.0), "s": torch.eye(3).to_sparse(), "n": np.arange(3)}, 1)
+    maps: Any = [{"cuda:0": "cpu"}, ["cpu"], 1.5, True, torch.float32]
+    wrong = ["meta", torch.device("meta"), "meta:0", "gpu", "", "cpu:-1", "cpu:x", -1, 10**30]
+    missing = [] if torch.cuda.is_available() else ["cuda", "cuda:0", torch.device("cuda", 9), 0]
+    for device in [*maps, *wrong, *missing, "hpu"]:
+        with pytest.raises(InvalidInputError, match="device") as caught:
+            load(keeper.path, device=device)
+        assert caught.value.context["option"] == "device"
+        assert "leave it out" in str(caught.value)
+    with pytest.raises(InvalidInputError, match="without its values"):
+        load(keeper.path, device="meta")
+
+
+def test_a_full_device_is_named(keeper: Keeper, monkeypatch: pytest.MonkeyPatch) -> None:
+    keeper.save({"a": torch.arange(1000.0)}, 1)
+
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 4 KB\nmore")
+
+    monkeypatch.setattr(sys.modules["deltackpt.load"], "_device", torch.device)
+    monkeypatch.setattr(torch.Tensor, "to", full)
+    with pytest.raises(InvalidInputError, match="moved to cuda:3: CUDA out of memory") as caught:
+        load(keeper.path, device="cuda:3")
+    assert (caught.value.kind, caught.value.context["option"]) == ("memory", "device")
 
 
 def test_steps_and_what_is_unknown(keeper: Keeper, tmp_path: Path) -> None:
