@@ -16,6 +16,7 @@ from .devices import refuse_graph_capture
 from .extents import BufferPool, Source
 from .landing import CopyFigures
 from .nodes import ChangedError, Leaves
+from .options import entries_of
 from .small import SmallBytes
 from .sources import Signs
 from .tensors import check_mode
@@ -174,8 +175,8 @@ def describe(state: Mapping[Any, Any], *, chunk_bytes: int = 1 << 18, rng: bool 
 
 def _whole(state: Mapping[Any, Any], with_rng: bool) -> dict[Any, Any]:
     """`state` with the library's own entries, but "#params", which comes last."""
-    refuse_reserved(state)
-    whole: dict[Any, Any] = dict(state)
+    whole = entries_of(state, "state")
+    refuse_reserved(whole)
     if with_rng:
         whole[RNG_KEY] = rng.collect()
     return whole

@@ -32,7 +32,14 @@ from .extents import BufferPool
 from .guard import Guard, has_optimizer
 from .keys import KeyMap
 from .lifecycle import SaveSignals, check_signals
-from .options import CHUNK_BYTES, check_flags, check_metrics, check_options, note_metrics
+from .options import (
+    CHUNK_BYTES,
+    check_flags,
+    check_metrics,
+    check_options,
+    entries_of,
+    note_metrics,
+)
 from .pipeline import MAX_IN_FLIGHT, SavePipeline
 from .policy import Codec, Due, DueFunction, Every, Keep, OnBusy, OnError, check_seconds
 from .remarks import environment, warn_of_missing_parameters
@@ -231,9 +238,9 @@ class Checkpointer:
                 if failure is not None:
                     _log.warning("training goes on although a save failed: %s", failure)
                 return self._step(number, metrics)
-            except StateError:
-                raise
             except DeltackptError as error:
+                if isinstance(error, StateError) and error.kind != "state-failed":
+                    raise
                 _log.warning("training goes on although step %d was not saved: %s", number, error)
                 return None
 
@@ -272,12 +279,11 @@ class Checkpointer:
         self._guard.lock()
 
     def _step(self, step: int, metrics: Mapping[str, float] | None) -> Save | None:
-        due = self._due.is_due(step)
         before = self._newest_step, self._newest_metrics
         self._newest_step, self._newest_metrics = step, {}
         self._newest_metrics = metrics = note_metrics(metrics)
         must = self._signals.pending
-        if due or must or self._deferred or self._pipeline.failures.torn:
+        if must or self._deferred or self._pipeline.failures.torn or self._due.is_due(step):
             try:
                 return self._save(step, metrics, must=must)
             except ConflictError as error:
@@ -297,6 +303,7 @@ class Checkpointer:
     ) -> Save:
         started = time.perf_counter()
         step, checked = check_step(step), check_metrics(metrics)
+        state = entries_of(self._state, "state")
         if step == self._newest_step and checked:
             self._newest_metrics = dict(checked)
         if not overwrite:
@@ -308,11 +315,11 @@ class Checkpointer:
             if self._options.on_busy != "wait" and not must:
                 return self._drop(step, started)
             self._pipeline.wait_room()
-        overlap = self._may_overlap()
+        overlap = self._may_overlap(state)
         previous = self._previous
         try:
             captured = capture(
-                self._state,
+                state,
                 chunk_bytes=self._options.chunk_bytes,
                 rng=self._options.rng,
                 live=None if overlap else _everything,
@@ -350,7 +357,7 @@ class Checkpointer:
             self._observers(Preempted(self._options.run, step, number))
         return Save(progress)
 
-    def _may_overlap(self) -> bool:
+    def _may_overlap(self, state: Mapping[Any, Any]) -> bool:
         """Whether training may go on while a save that begins now reads live tensors."""
         return (
             self._options.overlap
@@ -358,7 +365,7 @@ class Checkpointer:
             and not self._guard.replayed
             and not self._pipeline.failures.torn
             and self._pipeline.restless.overlap
-            and has_optimizer(self._state)
+            and has_optimizer(state)
         )
 
     def _drop(self, step: int, started: float) -> Save:

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from .copying import overwritten, writable_layout
 from .keys import KeyMap, check_matched, map_key, of_module, unwrapped
 from .nodes import Leaves
+from .options import entries_of
 from .params import optimizer_names
 from .paths import key_of, segments
 from .reading import Step, matcher
@@ -60,16 +61,17 @@ class Plan:
         self.step = step
         self.report = Report()
         self._state = state
+        self._entries = entries = entries_of(state, "state")
         self._strict = strict
         self._plain: list[tuple[Any, PlainTarget]] = []
         self._modules: list[ModuleTarget] = []
         self._optimizers: list[OptimizerTarget] = []
         self._objects: list[Target] = []  # every live object, in the order of the state
         found = _Found()
-        for key, path in zip(state, segments(state), strict=True):
-            found.walk(state[key], (key,), path)
-            if not is_stateful(state[key]):
-                self._plain.append((key, PlainTarget(path, (key,), state[key])))
+        for (key, value), path in zip(entries.items(), segments(entries), strict=True):
+            found.walk(value, (key,), path)
+            if not is_stateful(value):
+                self._plain.append((key, PlainTarget(path, (key,), value)))
         root = outline(step)
         self._match_objects(found, root, matcher(only), key_map)
         for key, target in self._plain:
@@ -79,11 +81,13 @@ class Plan:
         self._goals = self._find_goals()
         if step.selected and not self._slots:
             self.report.fatal.append("nothing in it fits one of them")
-            if root.keys().isdisjoint(state):
+            if root.keys().isdisjoint(entries):
                 names = dict.fromkeys(path.partition("/")[0] for path in self.report.unexpected)
                 self.report.hint(f"the checkpoint calls them {', '.join(map(repr, names))}")
-        elif left := [key for key in root if key not in state]:
-            both = [path for key, path in zip(state, segments(state), strict=True) if key in root]
+        elif left := [key for key in root if key not in entries]:
+            both = [
+                path for key, path in zip(entries, segments(entries), strict=True) if key in root
+            ]
             self._hint_only(both, segments(left))
         self.report.check(step, strict=strict)
 
@@ -117,7 +121,7 @@ class Plan:
             node = _selected(step, descend(root, keys))
             if step.partial and not isinstance(value, nn.Module) and node is not None:
                 _refuse_part(step, path, node)
-            state = flat_state(value) if isinstance(value, nn.Module) else None
+            state = flat_state(value, path) if isinstance(value, nn.Module) else None
             if isinstance(value, nn.Module) and state is not None:
                 module = ModuleTarget(path, keys, value, state, adapt=self._strict)
                 module.match(step, node, key_map, wanted, report)
@@ -137,11 +141,11 @@ class Plan:
     def _match_rest(self, root: Mapping[Any, Any]) -> None:
         """Top-level entries of the step that the state does not have."""
         self.report.one_sided.update(
-            path for key, path in zip(self._state, segments(self._state), strict=True)
+            path for key, path in zip(self._entries, segments(self._entries), strict=True)
             if key not in root
         )  # fmt: skip
         for key, node in root.items():
-            if key not in self._state:
+            if key not in self._entries:
                 self.report.one_sided.add(segments([key])[0])
                 slots = list(slots_of(node))
                 names = [self.step.paths[slot] for slot in slots]
@@ -269,10 +273,24 @@ class Plan:
             raise
         rest: list[Target] = [*(() if others else modules), *(t for _, t in self._plain)]
         self._apply_certain(rest, built)
-        values = {key: t.result for key, t in self._plain if t.result is not self._state[key]}
-        if isinstance(self._state, MutableMapping):
-            self._state.update(values)
+        values = {key: t.result for key, t in self._plain if t.result is not self._entries[key]}
+        if values and isinstance(self._state, MutableMapping):
+            self._replace(self._state, values)
         return values
+
+    def _replace(self, state: MutableMapping[Any, Any], values: Mapping[Any, Any]) -> None:
+        try:
+            state.update(values)
+        except Exception as error:
+            paths = [target.path for key, target in self._plain if key in values]
+            raise StateError(
+                "the mapping given as state does not take what was restored:"
+                f" {type(error).__name__}: {error}; the target is incomplete",
+                kind="incomplete-target",
+                hint="mend it, or give a dict",
+                option="state",
+                incomplete=tuple(paths),
+            ) from error
 
     def _apply(self, target: Target, built: Any, *, undo: bool) -> None:
         state = descend(built, target.keys)

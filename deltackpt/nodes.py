@@ -204,7 +204,7 @@ def kind_of(value: Any) -> type[Any]:
 
 
 def ask(value: Any, path: str) -> Any:
-    """:func:`state_of` for a save; `StateError` (kind "state-failed") when the object raises."""
+    """:func:`state_of`; `StateError` (kind "state-failed") when the object raises."""
     try:
         return state_of(value)
     except (ChangedError, DeltackptError):

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Literal, cast
 
 import torch
-from deltackpt_store.errors import InvalidInputError
+from deltackpt_store.errors import InvalidInputError, StateError
 from deltackpt_store.names import check_name
 
 from .policy import DueFunction, Every, Keep, OnBusy, OnError, check_every, check_seconds, is_count
@@ -102,6 +102,20 @@ def check_mapping(state: Any) -> None:
         )
 
 
+def entries_of(mapping: Mapping[Any, Any], option: str) -> dict[Any, Any]:
+    """The entries of a mapping that was given as `option`; `StateError` (kind "state-failed") when
+    it is of a class that raises."""
+    try:
+        return dict(mapping)
+    except Exception as error:
+        raise StateError(
+            f"the mapping given as {option} cannot be read: {type(error).__name__}: {error}",
+            kind="state-failed",
+            hint="mend it, or give a dict",
+            option=option,
+        ) from error
+
+
 def check_threads(threads: Any) -> None:
     """`InvalidInputError` unless `threads` is a number of threads or None."""
     if threads is not None:
@@ -137,7 +151,7 @@ def _named(metrics: Any) -> Iterator[tuple[str, Any]]:
         return
     if not isinstance(metrics, Mapping):
         raise InvalidInputError(f"metrics must be a mapping, got {metrics!r}", option="metrics")
-    for name, value in cast("Mapping[Any, Any]", metrics).items():
+    for name, value in entries_of(cast("Mapping[Any, Any]", metrics), "metrics").items():
         if not isinstance(name, str):
             raise InvalidInputError(f"metrics: the name {name!r} is no str", option="metrics")
         yield name, value
@@ -152,7 +166,7 @@ def _number(name: str, value: Any) -> float:
             option="metrics",
             hint="pass it scaled, or its logarithm",
         ) from error
-    except (TypeError, ValueError, RuntimeError) as error:
+    except Exception as error:  # `__float__` may be anybody's
         raise InvalidInputError(
             f"metrics: {name!r} is no number: {type(value).__name__}",
             option="metrics",

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Literal, Self, TypeVar, cast
 
-from deltackpt_store.errors import InvalidInputError
+from deltackpt_store.errors import DeltackptError, InvalidInputError
 
 OnBusy = Literal["wait", "skip", "coalesce"]
 OnError = Literal["raise", "warn"]
@@ -174,6 +174,20 @@ def check_every(value: Any) -> Every | DueFunction | None:
     )
 
 
+def _ask(due: DueFunction, step: int) -> bool:
+    try:
+        return bool(due(step))
+    except DeltackptError:
+        raise
+    except Exception as error:
+        raise InvalidInputError(
+            f"the function given as every= raised {type(error).__name__} for step {step}: {error}",
+            option="every",
+            hint="mend it, or give every= a number of steps; save() does not ask it",
+            step=step,
+        ) from error
+
+
 class Due:
     """Answers "is this step due?" for one checkpointer. Used by the training thread alone."""
 
@@ -183,12 +197,13 @@ class Due:
         self._started = time.monotonic()
 
     def is_due(self, step: int) -> bool:
-        """Whether the policy wants `step` saved. Changes nothing."""
+        """Whether the policy wants `step` saved. Changes nothing. `InvalidInputError` when a
+        function of the user's raises."""
         every = self._every
         if every is None:
             return False
         if not isinstance(every, Every):
-            return bool(every(step))
+            return _ask(every, step)
         if every.steps is not None:
             previous = self._previous
             if previous is None or previous >= step:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from .capture import refuse_reserved
 from .nodes import OBJECT, Kid, Origin, kind_of, state_of
+from .options import entries_of
 from .tree import Walker
 from .values import encode
 
@@ -23,9 +24,10 @@ def check_state(state: Mapping[Any, Any]) -> None:
     Logs a warning for modules of which nothing would be saved. Looks into plain containers. Tensors
     and what `state_dict` of an object returns are looked at by the saves alone.
     """
-    refuse_reserved(state)
+    entries = entries_of(state, "state")
+    refuse_reserved(entries)
     look = _Look()
-    look.walk(dict(state), "", 0)
+    look.walk(entries, "", 0)
     for value, path in look.values:
         encode(value, path)
     for path, module in look.modules:

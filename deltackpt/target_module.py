@@ -19,7 +19,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm  # pyright: ignore[repor
 
 from .copying import copy_bits, copy_values, exchange_bits, repeats_like, writable_layout
 from .keys import KeyMap, of_module, pair_keys, renaming_hint, wrapping_hint
-from .nodes import kind_of, state_of
+from .nodes import ask, kind_of, state_of
 from .paths import segments
 from .reading import Step
 from .targets import Leaf, Mismatch, Report, compare, slots_of, spelled_in_full
@@ -33,9 +33,10 @@ _PLAIN_LOADERS = tuple(
 )
 
 
-def flat_state(module: nn.Module) -> dict[str, Any] | None:
-    """The module's state_dict with its own tensors in it; None when it is not flat and by name."""
-    state: Any = state_of(module)
+def flat_state(module: nn.Module, path: str) -> dict[str, Any] | None:
+    """The state_dict of the module at `path`, with its own tensors in it; None when it is not flat
+    and by name. Raises as :func:`ask`."""
+    state: Any = ask(module, path)
     if isinstance(state, dict) and all(isinstance(k, str) for k in cast("dict[Any, Any]", state)):
         return cast("dict[str, Any]", state)
     return None

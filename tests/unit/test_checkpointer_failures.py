@@ -479,3 +479,123 @@ def test_staging_that_hangs_gives_the_save_up_and_lets_training_go_on(
     set_timeout(ckpt, 60.0)
     ckpt.save(2).result(60)
     assert_same(saved(path, 2), training.copy())
+
+
+class Broken(dict[Any, Any]):
+    """A mapping of somebody's that raises, and a number that does, while `broken`."""
+
+    broken = False
+
+    def keys(self) -> Any:
+        if Broken.broken:
+            raise LookupError("out of order")
+        return super().keys()
+
+    def __iter__(self) -> Any:
+        if Broken.broken:
+            raise LookupError("out of order")
+        return super().__iter__()
+
+    def __float__(self) -> float:
+        if Broken.broken:
+            raise LookupError("out of order")
+        return 1.0
+
+
+USERS: dict[str, tuple[dict[str, Any], type[DeltackptError], str]] = {
+    "every": ({}, InvalidInputError, "every"),
+    "a metric": ({"metrics": {"loss": Broken()}}, InvalidInputError, "metrics"),
+    "metrics": ({"metrics": Broken(loss=1.0)}, StateError, "metrics"),
+    "state": ({}, StateError, "state"),
+}
+
+
+@pytest.mark.parametrize("on_error", ["raise", "warn"])
+@pytest.mark.parametrize("what", USERS)
+def test_what_the_user_gave_and_what_raises_is_named(
+    path: Path, opened: Opener, monkeypatch: pytest.MonkeyPatch, what: str, on_error: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """Prevents: a raw error out of the middle of `step`, and saves that it leaves half done."""
+    options, kind, option = USERS[what]
+
+    def due(step: int) -> bool:
+        if what == "every" and Broken.broken:
+            raise LookupError("out of order")
+        return step != 7
+
+    weights = torch.ones(50_000)
+    state = (Broken if what == "state" else dict)(w=weights)
+    ckpt = opened(state, every=due, on_error=on_error, final=True)
+    saved_first = ckpt.step(0)
+    assert saved_first is not None
+    saved_first.result(60)
+    weights.add_(1)
+    before = weights.clone()
+    with monkeypatch.context() as patch:
+        patch.setattr(Broken, "broken", True)
+        if on_error == "raise":
+            with pytest.raises(kind, match=r"LookupError|no number") as caught:
+                ckpt.step(1, **options)
+            assert caught.value.context["option"] == option
+            assert isinstance(caught.value.__cause__, LookupError)
+        else:
+            assert ckpt.step(1, **options) is None
+            assert option in caplog.text
+        if what == "every":
+            with pytest.raises(kind, match="every="):
+                ckpt.should_save(1)
+        if what == "state":
+            with pytest.raises(kind, match="out of order"):
+                ckpt.restore(0)
+    assert torch.equal(weights, before)
+    assert not ckpt._pipeline.in_flight
+    handle = ckpt.step(2)
+    assert handle is not None
+    assert handle.result(60).step == 2
+    assert ckpt.step(7) is None
+    ckpt.close()
+    assert steps(path) == [0, 2, 7]
+
+
+def test_a_signal_and_close_save_whatever_every_raises(path: Path, opened: Opener) -> None:
+    """Prevents: the last save before preemption lost to a function that is not asked for it."""
+
+    def due(step: int) -> bool:
+        raise LookupError("out of order")
+
+    ckpt = opened({"w": torch.ones(10)}, every=due, save_on=[signal.SIGUSR1], final=True)
+    with pytest.raises(InvalidInputError, match="every="):
+        ckpt.step(1)
+    signal.raise_signal(signal.SIGUSR1)
+    handle = ckpt.step(2)
+    assert handle is not None
+    with pytest.raises(InvalidInputError, match="every="):
+        ckpt.step(3)
+    ckpt.close()
+    assert steps(path) == [2, 3]
+
+
+def test_an_error_of_ours_in_every_stays_what_it_is(opened: Opener) -> None:
+    """A function that saves by itself is told so, also with on_error="warn"."""
+    ckpt = opened({"w": torch.ones(10)}, every=lambda step: ckpt.save(step), on_error="warn")
+    with pytest.raises(StateError) as caught:
+        ckpt.step(1)
+    assert caught.value.kind == "reentrant"
+
+
+def test_a_restore_names_the_object_that_gives_no_state(
+    opened: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = Training()
+    ckpt = opened(training.objects)
+    ckpt.save(0).result(60)
+    expected = training.copy()
+    with monkeypatch.context() as patch:
+        patch.setattr(training.model, "state_dict", _raises)
+        with pytest.raises(StateError, match=r"'model'.*injected") as caught:
+            ckpt.restore()
+        assert caught.value.kind == "state-failed"
+    assert_same(training.copy(), expected)
+    assert ckpt.restore() is not None
+    ckpt.save(1).result(60)
