@@ -29,8 +29,8 @@ ARRAY_BYTES = 64 << 10
 MAPPINGS: dict[type, str] = {dict: "d", OrderedDict: "od", Counter: "ctr", defaultdict: "dd"}
 SEQUENCES: dict[type, str] = {list: "l", tuple: "t", deque: "dq"}
 LOADER_HINT = (
-    "use torchdata's StatefulDataLoader, or put the state of a sampler of your own"
-    " (epoch, batches taken) in its place"
+    "use torchdata's StatefulDataLoader, or wrap it in an object of your own whose state_dict()"
+    " and load_state_dict() know the epoch and the batches taken, as the guide shows"
 )
 _value = functools.lru_cache(1024)(is_value)
 _scalar = functools.lru_cache(1024)(is_scalar)

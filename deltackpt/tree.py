@@ -41,6 +41,7 @@ from deltackpt_store.values import (
     encode_key,
     encode_node,
     is_namedtuple,
+    keeper_hint,
     refuse,
 )
 from torch import Tensor, nn
@@ -192,7 +193,7 @@ class Walker:
         if callable(getattr(value, "state_dict", None)) and not isinstance(value, type):
             return self._guarded(value, path, depth, origin, self._stateful)
         if isinstance(value, torch.Generator):
-            raise refuse(path, "is a torch.Generator", "save generator.get_state() instead")
+            raise refuse(path, "is a torch.Generator", keeper_hint("generator.get_state()"))
         if isinstance(value, DataLoader):
             raise refuse(path, "is a DataLoader, which has no state_dict()", LOADER_HINT)
         encode_node(value, path)  # raises, saying what is wrong with it

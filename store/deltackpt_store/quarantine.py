@@ -33,6 +33,10 @@ def keep(io: FileIO, root: str, relative: str) -> str:
             if not _equal(io, f"{root}/{relative}", path):
                 number += 1
                 continue
+        except OSError as error:
+            if error.errno != errno.EXDEV:
+                raise
+            raise _elsewhere(relative) from error
         io.sync_directory(os.path.dirname(path))
         return place
 
@@ -73,10 +77,24 @@ def _rename(io: FileIO, root: str, relative: str) -> str:
             break
         number += 1
     make_directories(io, os.path.dirname(f"{root}/{place}"), within=root)
-    io.replace(f"{root}/{relative}", f"{root}/{place}")
+    try:
+        io.replace(f"{root}/{relative}", f"{root}/{place}")
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+        raise _elsewhere(relative) from error
     for path in (place, relative):
         io.sync_directory(os.path.dirname(f"{root}/{path}"))
     return place
+
+
+def _elsewhere(relative: str) -> OSError:
+    """The error, with a way out, where links have put folders of the store on different disks."""
+    folder = relative.partition("/")[0]
+    return OSError(
+        errno.EXDEV,
+        f"{QUARANTINE} lies on another file system than {folder}: put both on one, as links",
+    )
 
 
 def _equal(io: FileIO, one: str, other: str) -> bool:

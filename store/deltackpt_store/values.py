@@ -212,6 +212,14 @@ def _encode(value: Any, depth: int) -> Any:
     raise _RefusedError(*_explain(value))
 
 
+def keeper_hint(state: str) -> str:
+    """The way out for what changes and has no ``state_dict``: `state` is the code that asks it."""
+    return (
+        f"put an object in its place whose state_dict() returns {{'state': {state}}} and whose"
+        " load_state_dict() sets that again; a state that is taken only once does not follow it"
+    )
+
+
 def _explain(value: Any) -> tuple[str, str]:
     """Reason and way out for a value that has no document form."""
     kind = cast(Any, type(value))
@@ -226,7 +234,11 @@ def _explain(value: Any) -> tuple[str, str]:
     if isinstance(value, type):
         return f"is the class {value.__qualname__}", "code is not saved: save its name instead"
     if dataclasses.is_dataclass(value):
-        return f"is a dataclass ({name})", "save dataclasses.asdict(value) instead"
+        return (
+            f"is a dataclass ({name})",
+            "give it state_dict() and load_state_dict(), or save dataclasses.asdict(value) of one"
+            " that does not change",
+        )
     if isinstance(value, np.ma.MaskedArray):
         return "is a masked array", "save value.data and numpy.ma.getmaskarray(value) instead"
     if isinstance(value, np.ndarray):
@@ -236,15 +248,15 @@ def _explain(value: Any) -> tuple[str, str]:
     if isinstance(value, np.generic):
         return f"is a subclass of a NumPy scalar ({name})", "save value.item()"
     if isinstance(value, np.random.RandomState):
-        return f"is a random generator ({name})", "save value.get_state(legacy=False) instead"
+        return f"is a random generator ({name})", keeper_hint("value.get_state(legacy=False)")
     if isinstance(value, np.random.SeedSequence):
         return f"is a seed ({name})", "save value.state instead"
     if isinstance(value, np.random.BitGenerator):
-        return f"is a random generator ({name})", "save value.state instead"
+        return f"is a random generator ({name})", keeper_hint("value.state")
     if name.startswith("numpy.random."):
-        return f"is a random generator ({name})", "save its state (bit_generator.state) instead"
+        return f"is a random generator ({name})", keeper_hint("value.bit_generator.state")
     if name == "random.Random":
-        return "is a random generator (random.Random)", "save value.getstate() instead"
+        return "is a random generator (random.Random)", keeper_hint("value.getstate()")
     if isinstance(value, (io.BytesIO, io.StringIO)):
         return f"is a file in memory ({name})", "save value.getvalue() instead"
     if isinstance(value, memoryview):

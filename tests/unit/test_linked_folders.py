@@ -1,6 +1,8 @@
 """Prevents: a link in a store takes commands out of it, to count and delete what is there."""
 
+import errno
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -227,6 +229,26 @@ def test_a_link_in_place_of_a_file_goes_alone(linked: Linked, whole: bool) -> No
         assert repair(Store.open(linked.path)).quarantined
         assert any(file.is_symlink() for file in (linked.path / "quarantine").rglob("*.pack"))
     assert linked.there() == before
+
+
+def test_a_quarantine_on_another_disk_than_the_packs_is_told_with_a_way_out(
+    linked: Linked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prevents: "Invalid cross-device link", where `packs` has been put on another disk."""
+    (file, *_) = (linked.path / "packs").rglob("*.pack")
+    data = bytearray(file.read_bytes())
+    data[len(data) // 3] ^= 1
+    file.write_bytes(data)
+
+    def crossing(io: FileIO, source: str, target: str) -> None:
+        if "/quarantine/" in target:
+            raise OSError(errno.EXDEV, "Invalid cross-device link")
+        os.link(source, target)
+
+    monkeypatch.setattr(FileIO, "link", crossing)
+    report = repair(Store.open(linked.path))
+    assert not report.quarantined
+    assert any("quarantine lies on another file system than packs" in str(x) for x in report.left)
 
 
 def test_verification_tells_of_links(linked: Linked) -> None:
