@@ -87,6 +87,8 @@ def storage_error(error: OSError, doing: str, path: str) -> StorageError:
     """
     code = error.errno
     reason = error.strerror or str(error)
+    if code == errno.ENOENT and is_link(path):
+        reason = "it is a symbolic link that leads nowhere"
     culprit = error.filename
     if isinstance(culprit, str) and culprit != path and "/.tmp-" not in culprit:
         reason = f"{culprit}: {reason}"

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterable
 
 from deltackpt_store.errors import DeltackptError, StorageError, UnsupportedFormatError
-from deltackpt_store.fileio import FileIO
+from deltackpt_store.fileio import FileIO, is_link
 from deltackpt_store.index import Location, MemoryIndex, list_packs
 from deltackpt_store.oserror import DAMAGE, storage_error
 from deltackpt_store.pack import PackEntries, pack_path, read_footer
@@ -25,8 +25,15 @@ def is_damage(error: DeltackptError | OSError) -> bool:
 
 
 def is_gone(error: DeltackptError) -> bool:
-    """Whether an error says that the file is not there: a pack that was collected, as a rule."""
-    return isinstance(error, StorageError) and error.errno == errno.ENOENT
+    """Whether an error says that the file is not there: a pack that was collected, as a rule.
+
+    A symbolic link that leads nowhere is there: what was behind it nobody has collected.
+    """
+    return (
+        isinstance(error, StorageError)
+        and error.errno == errno.ENOENT
+        and not is_link(str(error.context.get("path", "")))
+    )
 
 
 class PackSet:

@@ -43,7 +43,7 @@ from deltackpt_store.errors import (
     StorageError,
     UnsupportedFormatError,
 )
-from deltackpt_store.fileio import FileIO, make_directories
+from deltackpt_store.fileio import FileIO, is_link, make_directories
 from deltackpt_store.format_file import FORMAT_NAME, Format
 from deltackpt_store.generation import (
     Generation,
@@ -60,6 +60,7 @@ from deltackpt_store.manifest import Commit, Ids
 from deltackpt_store.names import is_pack_name, relative_pack_path
 from deltackpt_store.oserror import DAMAGE, storage_error
 from deltackpt_store.pack import pack_path, read_footer
+from deltackpt_store.pack_set import is_gone
 from deltackpt_store.quarantine import set_aside
 from deltackpt_store.repair_folders import mend_folders
 from deltackpt_store.repair_lost import LostRepair
@@ -251,6 +252,8 @@ class _Repair:
         damaged = self._damaged_packs(findings)
         packs = PackRepair(self._fresh(), damaged, self._sources, secrets.token_hex(8))
         self._rewrite(packs, ids, lengths)
+        if packs.lost:
+            damaged -= self._leave_links(damaged)
         gone.bring_back(packs.lost)
         self._mended += gone.mended
         self._left += gone.left
@@ -361,15 +364,32 @@ class _Repair:
                 self._leave_pack(name, error.message)
                 continue
             except StorageError as error:
-                if error.errno == errno.ENOENT:
+                if is_gone(error):
                     continue  # what it held is among what is missing
-                if error.errno not in DAMAGE:
+                if error.errno != errno.ENOENT and error.errno not in DAMAGE:
                     self._leave_pack(name, error.message)
                     continue
             except CorruptionError:
                 pass
             damaged.add(name)
         return damaged
+
+    def _leave_links(self, damaged: set[str]) -> set[str]:
+        """Those that are links which lead nowhere: what is lost may lie where they led to."""
+        links = {name for name in damaged if self._leads_nowhere(pack_path(self._root, name))}
+        for name in sorted(links):
+            self._leave_pack(
+                name,
+                "it is a symbolic link that leads nowhere: mount what it leads to, or put the file"
+                " itself in its place",
+            )
+        return links
+
+    def _leads_nowhere(self, path: str) -> bool:
+        try:
+            return is_link(path) and not self._io.exists(path)
+        except OSError:
+            return False
 
     def _leave_pack(self, name: str, reason: str) -> None:
         self._left.append(Left(kind="pack", name=relative_pack_path(name), reason=reason))

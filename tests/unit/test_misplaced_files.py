@@ -248,7 +248,8 @@ def test_what_has_not_the_name_of_a_folder_of_packs_is_passed_by(tmp_path: Path,
     ("kind", "plant"),
     [("format", "link to itself"), ("commit", "link to itself"), ("manifest", "link to itself"),
      ("pack", "link to itself"), ("pin", "link to itself"), ("format", "link to nothing"),
-     ("commit", "link to nothing"), ("pin", "link to nothing")],
+     ("commit", "link to nothing"), ("pin", "link to nothing"), ("pack", "link to nothing"),
+     ("manifest", "link to nothing")],
 )  # fmt: skip
 def test_a_file_that_became_a_link_is_mended_for_good(
     store_path: Path, kind: str, plant: str
@@ -263,4 +264,44 @@ def test_a_file_that_became_a_link_is_mended_for_good(
     assert (report.ok, [note for note in report.notes if note.kind == "store"]) == (True, [])
     compact(Store.open(store_path))
     assert repair(store_path).found == 0
+    read_all(store_path)
+
+
+def test_a_pack_that_leads_nowhere_is_damage_to_all_or_none(store_path: Path) -> None:
+    """Prevents: a store that nothing is wrong with, for `verify`, and that `compact` refuses."""
+    store = Store.open(store_path)
+    victim = store_path / "packs/ab" / f"{'ab' * 8}-00000009.pack"  # no step needs it
+    victim.parent.mkdir(exist_ok=True)
+    victim.symlink_to(store_path.parent / "unmounted")
+    for refused in (compact, collect):
+        with pytest.raises(StorageError, match="leads nowhere"):
+            refused(Store.open(store_path))
+    finding, = verify(store).findings  # fmt: skip
+    assert (finding.kind, finding.hits) == ("pack", ())
+    assert "leads nowhere" in finding.reason
+    assert repair(store_path, dry_run=True).ok
+    assert victim.is_symlink()
+    assert repair(store_path).ok
+    assert (store_path / "quarantine" / victim.relative_to(store_path)).is_symlink()
+    assert verify(Store.open(store_path)).ok
+    compact(Store.open(store_path))
+    collect(Store.open(store_path))
+    assert repair(store_path).found == 0
+    read_all(store_path)
+
+
+def test_a_link_that_something_lost_may_lie_behind_stays(store_path: Path) -> None:
+    """Prevents: a repair that takes away what is only not mounted."""
+    victim = max((store_path / "packs").glob("*/*.pack"), key=lambda path: path.stat().st_size)
+    there = store_path.parent / "there"
+    victim.rename(there)
+    victim.symlink_to(store_path.parent / "unmounted")
+    report = repair(store_path)
+    assert not report.ok
+    assert [left.name for left in report.left] == [str(victim.relative_to(store_path))]
+    assert victim.is_symlink()
+    victim.unlink()
+    victim.symlink_to(there)
+    assert repair(store_path).ok
+    assert verify(Store.open(store_path)).ok
     read_all(store_path)
