@@ -35,7 +35,7 @@ import msgspec
 from xxhash import xxh3_128
 
 from deltackpt_store.errors import StateError, StorageError
-from deltackpt_store.fileio import open_regular
+from deltackpt_store.fileio import TEMPORARY_PREFIX, open_regular
 
 _log = logging.getLogger("deltackpt.store.index")
 
@@ -101,6 +101,7 @@ class Environment:
                 self._delete()
             for name in (_SEAL, _READERS):  # nobody has it open: the reader table is stale
                 _remove(os.path.join(self.directory, name))
+            self._sweep()
             _write_out(os.path.join(self.directory, _READERS), _READERS_BYTES)
         else:
             seal = None
@@ -134,6 +135,13 @@ class Environment:
     def _delete(self) -> None:
         for name in (_SEAL, _DATA, _READERS):
             _remove(os.path.join(self.directory, name))
+
+    def _sweep(self) -> None:
+        """Remove what somebody who was killed, or could not, has left of a seal."""
+        for name in os.listdir(self.directory):
+            if name.startswith(TEMPORARY_PREFIX):
+                with contextlib.suppress(OSError):
+                    _remove(os.path.join(self.directory, name))
 
     # using ---------------------------------------------------------------------------------
 
@@ -186,11 +194,16 @@ class Environment:
     def _seal(self, packs: str) -> None:
         data = os.path.join(self.directory, _DATA)
         seal = Seal(_size(data), _hash(data), self.identity, packs)
-        temporary = os.path.join(self.directory, f".tmp-{os.getpid()}-{_SEAL}")
+        temporary = os.path.join(self.directory, f"{TEMPORARY_PREFIX}{os.getpid()}-{_SEAL}")
         _remove(temporary)
-        with open(temporary, "xb") as file:
-            file.write(msgspec.json.encode(seal))
-        os.replace(temporary, os.path.join(self.directory, _SEAL))
+        try:
+            with open(temporary, "xb") as file:
+                file.write(msgspec.json.encode(seal))
+            os.replace(temporary, os.path.join(self.directory, _SEAL))
+        except BaseException:
+            with contextlib.suppress(OSError):
+                _remove(temporary)
+            raise
 
     def leak(self) -> None:
         """In a forked child: keep the inherited environment from ever being closed there."""

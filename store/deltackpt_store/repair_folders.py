@@ -15,6 +15,7 @@ from deltackpt_store.errors import DeltackptError
 from deltackpt_store.fileio import (
     TEMPORARY_PREFIX,
     FileIO,
+    discard,
     make_directories,
     make_directory,
     publish_bytes,
@@ -86,11 +87,20 @@ def _fill(io: FileIO, root: str, name: str, content: Content) -> None:
     """Make the folder `name` with `content`, durably, whole or not at all. OSError."""
     aside = f"{root}/{QUARANTINE}/{TEMPORARY_PREFIX}{secrets.token_hex(6)}-{name}"
     make_directories(io, aside, within=root)
-    for path in sorted(_folders(content)):
-        make_directory(io, f"{aside}/{path}")
-    for path, data in content.items():
-        publish_bytes(io, f"{aside}/{path}", data)
-    io.replace(aside, f"{root}/{name}")
+    folders = sorted(_folders(content))
+    try:
+        for path in folders:
+            make_directory(io, f"{aside}/{path}")
+        for path, data in content.items():
+            publish_bytes(io, f"{aside}/{path}", data)
+        io.replace(aside, f"{root}/{name}")
+    except BaseException:
+        for path in content:
+            discard(io, f"{aside}/{path}")
+        for path in (*reversed(folders), ""):
+            with contextlib.suppress(OSError):
+                io.rmdir(f"{aside}/{path}")
+        raise
     io.sync_directory(f"{root}/{QUARANTINE}")
     io.sync_directory(root)
 

@@ -734,3 +734,28 @@ def test_open_index_follows_the_packs_of_the_store(tmp_path: Path) -> None:
     assert index.get(one)
     assert index.get(two)
     index.close()
+
+
+def test_a_seal_that_cannot_be_put_in_its_place_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Prevents: a file left in the cache by every writer that fails to seal it."""
+    index = open_at(tmp_path / "i")
+    fill(index, range(3))
+
+    def refuse(source: str, target: str) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), source)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", refuse)
+        index.close()
+    assert "was not sealed" in caplog.text
+    assert [n for n in os.listdir(tmp_path / "i") if "seal" in n] == []
+    (tmp_path / "i" / ".tmp-1-seal").write_text("{")  # of somebody who was killed
+    index = open_at(tmp_path / "i")
+    assert index.packs() == frozenset()
+    other = open_at(tmp_path / "i")
+    fill(other, range(3))
+    other.close()
+    index.close()
+    assert [n for n in os.listdir(tmp_path / "i") if "seal" in n] == ["seal"]

@@ -3,6 +3,7 @@ steps stay hit."""
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -16,7 +17,7 @@ from blake3 import blake3
 from coded import Blob, write_pack
 from deltackpt_store import repair as module
 from deltackpt_store.codecs import RAW, SPARSE
-from deltackpt_store.errors import ConflictError, CorruptionError, NotFoundError
+from deltackpt_store.errors import ConflictError, CorruptionError, NotFoundError, StorageError
 from deltackpt_store.fileio import FileIO
 from deltackpt_store.gc import collect
 from deltackpt_store.index import list_packs, refresh
@@ -524,6 +525,28 @@ def test_a_lost_folder_comes_from_a_copy(
     assert store.pinned("best") == first
     if folder != "packs":  # whose chunks come in packs of another name
         assert whole.items() <= tree(store.path).items()
+
+
+@pytest.mark.parametrize("folder", ["runs", "pins"])
+def test_a_folder_that_cannot_be_put_in_its_place_leaves_nothing(
+    store: Store, new: Callable[..., Author], folder: str
+) -> None:
+    author = new()
+    store.pin("best", author.save(1, ["a", "b"]))
+    author.close()
+    copy = copy_of(store)
+    shutil.rmtree(f"{store.path}/{folder}")
+
+    class Refusing(FileIO):
+        def replace(self, source: str, target: str) -> None:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), source)
+
+    with pytest.raises(StorageError):
+        repair(Store(store.path, Refusing(), store.format), sources=[copy])
+    assert not os.path.exists(f"{store.path}/{folder}")
+    assert not any(".tmp-" in path for path in tree(store.path))
+    assert os.listdir(f"{store.path}/quarantine") == []
+    assert repair(store, sources=[copy]).ok
 
 
 @pytest.mark.parametrize("kind", ["pack", "commit", "manifest", "pin"])
