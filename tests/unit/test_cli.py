@@ -307,7 +307,7 @@ SCHEMAS: dict[str, dict[str, Any]] = {
         "values": [{"path": str, "old": OPTIONAL_STR, "new": OPTIONAL_STR}],
         "modules": [{"module": str, "tensors": int, "differing": int, "bytes": int,
                      "changed_bytes": int, "share": NUMBER, "new_nan": OPTIONAL_INT,
-                     "update": OPTIONAL_NUMBER}],
+                     "update": OPTIONAL_NUMBER, "parameter_name": OPTIONAL_STR}],
     },
     "blame": {
         "format": str, "store": str, "run": str, "step": int, "number": int, "searched": int,

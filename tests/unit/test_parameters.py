@@ -50,6 +50,9 @@ def test_optimizer_state_is_told_by_its_parameter(tmp_path: Path) -> None:
     assert habits["opt/a~1b/state/1/exp_avg"] == "m/0.weight"
     assert "opt/a~1b/state/0/exp_avg (m/1.weight)" in (tmp_path / "r.html").read_text()
     assert "opt/a~1b/state/0/exp_avg (m/1.weight)" in output("diff", path, "@1", "@2")
+    folded = output("diff", path, "@1", "@2", "--depth", "4")
+    assert "opt/a~1b/state/0 (m/1.weight)" in folded  # also where its tensors are folded
+    assert "(m/" not in output("diff", path, "@1", "@2", "--depth", "3").partition("modules")[2]
     assert "opt/a~1b/state/0/exp_avg (m/1.weight)" in output("blame", path, "opt/*/exp_avg")
     shown = [
         line for line in output("show", path, "latest").splitlines() if "state/0/exp_avg " in line

@@ -102,6 +102,8 @@ class ModuleChange:
     new_nan: int | None
     update: float | None
     """Largest `relative_update` of a tensor."""
+    parameter_name: str | None = None
+    """The parameter that all that differs is optimizer state of; None where it is not of one."""
 
     @property
     def share(self) -> float:
@@ -200,6 +202,7 @@ def _fold(diff: Diff, depth: Depth) -> Iterator[ModuleChange]:
     for change in diff.tensors:
         one = module(change.path)
         nan, update = one.new_nan, one.update
+        of_one = not one.differing or one.parameter_name == change.parameter_name
         if change.values is not None:
             if change.values.new_nan is not None:
                 nan = (nan or 0) + change.values.new_nan
@@ -211,6 +214,7 @@ def _fold(diff: Diff, depth: Depth) -> Iterator[ModuleChange]:
             changed_bytes=one.changed_bytes + change.changed_bytes,
             new_nan=nan,
             update=update,
+            parameter_name=change.parameter_name if of_one else None,
         )
     yield from sorted(
         found.values(),

@@ -102,7 +102,7 @@ def _module_rows(modules: tuple[ModuleChange, ...], values: bool) -> list[list[s
         if not one.differing:
             continue
         row = [
-            safe(one.module),
+            safe(labelled(one.module, one.parameter_name)),
             f"{one.differing}/{one.tensors}",
             size(one.changed_bytes),
             size(one.bytes),
