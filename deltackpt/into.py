@@ -79,8 +79,8 @@ class Plan:
         self._match_rest(root)
         self._slots = {slot for target in self._targets() for slot in target.slots()}
         self._goals = self._find_goals()
-        if step.selected and not self._slots:
-            self.report.fatal.append("nothing in it fits one of them")
+        self._refuse_nothing()
+        if self.report.fatal:
             if root.keys().isdisjoint(entries):
                 names = dict.fromkeys(path.partition("/")[0] for path in self.report.unexpected)
                 self.report.hint(f"the checkpoint calls them {', '.join(map(repr, names))}")
@@ -98,6 +98,11 @@ class Plan:
         if tops and tops.issubset(left) and not report.missing and not report.mismatched:
             only = repr(both[0] if len(both) == 1 else both)
             report.hint(f"only={only} restores just that, strict=False whatever fits")
+
+    def _refuse_nothing(self) -> None:
+        """No mode restores nothing at all, lest it looks like a restore."""
+        if self.step.selected and not self.report.loaded:
+            self.report.fatal.append("nothing in it fits one of them")
 
     def _match_objects(
         self,
@@ -247,6 +252,7 @@ class Plan:
             state = descend(built, target.keys)
             if state is not ABSENT:
                 target.inspect(state, self.report)
+        self._refuse_nothing()
         self.report.check(self.step, strict=self._strict)
 
     def apply(self, built: Any, *, undo: bool) -> dict[Any, Any]:

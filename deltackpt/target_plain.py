@@ -7,8 +7,9 @@ other references to it see the restored values. Everything else is replaced by a
 cannot change in place (a number, a tuple, a set, a dict where an OrderedDict was saved, ...) is
 replaced in the container that holds it.
 
-A tensor of another dtype or shape is a mismatch, unless one of the two has no elements: then the
-saved one takes its place. Live objects inside the containers (modules, optimizers, ...) stay.
+A tensor of another dtype or shape is a mismatch and stays as it is, unless one of the two has no
+elements: then the saved one takes its place. Live objects inside the containers (modules,
+optimizers, ...) stay.
 """
 
 from __future__ import annotations
@@ -164,8 +165,7 @@ class PlainTarget:
             elif not sparse:
                 kind = "a sparse tensor or array" if isinstance(node, Parts) else "no tensor"
                 report.differs(path, kind, "a tensor")
-                if live:
-                    self._left.add(path)
+                self._left.add(path)
         elif (difference := compare(path, view, tensor)) is None:
             self._goals[view.slot] = tensor
             self._goal_paths[view.slot] = path
@@ -175,15 +175,14 @@ class PlainTarget:
                 self._expanded.append((path, tensor))
         elif live or not (tensor.numel() == 0 or 0 in view.shape):
             report.mismatched.append(difference)
-            if live:
-                self._left.add(path)
-        self._take(step, node, report)
+            self._left.add(path)
+        self._take(step, node, report, loaded=path not in self._left)
 
-    def _take(self, step: Step, node: Any, report: Report) -> None:
+    def _take(self, step: Step, node: Any, report: Report, *, loaded: bool = True) -> None:
         slots = list(slots_of(node))
         self._slots += slots
-        report.loaded += [path for path in map(step.paths.__getitem__, slots)
-                          if path not in self._left]  # fmt: skip
+        if loaded:
+            report.loaded += map(step.paths.__getitem__, slots)
 
     def _gone(self, value: Any, path: str, report: Report) -> None:
         """Tensors that go because the checkpoint has nothing in their place."""
@@ -263,6 +262,7 @@ class PlainTarget:
                 return value
             here = f"an expanded tensor, {spelled(str(value.dtype), value.shape)}"
             report.differs(path, "one with a value for each element", here)
+            return value
         return saved
 
     def _put(self, value: Any, saved: Any, merged: dict[Any, Any]) -> Any:

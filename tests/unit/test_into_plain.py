@@ -173,3 +173,50 @@ def test_sparse_tensors(keeper: Keeper) -> None:
     wrong.register_buffer("adj", torch.eye(4).to_sparse())
     with pytest.raises(MismatchError, match="m/adj"):
         back(keeper, {"x": target, "m": wrong})
+
+
+@pytest.mark.parametrize("low_memory", [False, True])
+def test_tensors_that_do_not_fit_stay_as_they_are(keeper: Keeper, low_memory: bool) -> None:
+    """Without strict they were replaced by the saved ones, and the log said that they were left."""
+    # case 146
+    saved = {
+        "fits": torch.ones(2), "dtype": torch.ones(3), "number": 1, "list": [torch.ones(3), 5],
+        "tuple": (torch.ones(3), torch.ones(2)), "dict": {"a": torch.ones(3), "b": torch.ones(2)},
+        "sparse": torch.ones(3, 3).to_sparse(), "expanded": torch.arange(4.0),
+    }  # fmt: skip
+    keeper.save(saved, 1)
+    left: dict[str, torch.Tensor] = {
+        "dtype": torch.zeros(3, dtype=torch.float64), "number": torch.zeros(1),
+        "list/0": torch.zeros(4), "tuple/0": torch.zeros(4), "dict/a": torch.zeros(2),
+        "sparse": torch.zeros(3), "expanded": torch.zeros(1).expand(4),
+    }  # fmt: skip
+    before = {path: tensor.clone() for path, tensor in left.items()}
+    state: dict[str, Any] = {
+        "fits": torch.zeros(2), "dtype": left["dtype"], "number": left["number"],
+        "list": [left["list/0"], 6], "tuple": (left["tuple/0"], torch.zeros(2)),
+        "dict": {"a": left["dict/a"], "b": torch.zeros(2)}, "sparse": left["sparse"],
+        "expanded": left["expanded"],
+    }  # fmt: skip
+    done = back(keeper, state, strict=False, low_memory=low_memory)
+    assert {mismatch.path for mismatch in done.mismatched} == set(left)
+    assert set(done.loaded) == {"fits", "list/1", "tuple/1", "dict/b"}
+    there = [
+        state["dtype"], state["number"], state["list"][0], state["tuple"][0], state["dict"]["a"],
+        state["sparse"], state["expanded"],
+    ]  # fmt: skip
+    for (path, tensor), found in zip(left.items(), there, strict=True):
+        assert found is tensor, path
+        assert same(found, before[path]), path
+    assert state["fits"].tolist() == state["tuple"][1].tolist() == [1.0, 1.0]
+    assert (state["list"][1], state["dict"]["b"].tolist()) == (5, [1.0, 1.0])
+
+
+def test_plain_tensors_of_which_none_fits_are_refused(keeper: Keeper) -> None:
+    # case 146
+    keeper.save({"a": torch.ones(3), "b": torch.arange(2.0)}, 1)
+    wrong = torch.zeros(4)
+    for state in ({"a": wrong}, {"b": torch.zeros(1).expand(2)}):
+        with pytest.raises(MismatchError, match="nothing in it fits") as caught:
+            back(keeper, state, strict=False)
+        assert caught.value.kind == "no-match"
+    assert wrong.tolist() == [0.0] * 4
