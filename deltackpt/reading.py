@@ -7,7 +7,6 @@ and every tensor it hits.
 
 from __future__ import annotations
 
-import errno
 import fnmatch
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -17,6 +16,7 @@ import torch
 from deltackpt_store.errors import CorruptionError, DeltackptError, InvalidInputError
 from deltackpt_store.fetch import Request
 from deltackpt_store.manifest import Commit, TensorView
+from deltackpt_store.oserror import DAMAGE
 from deltackpt_store.reader import ChunkReader
 from deltackpt_store.store import Store
 
@@ -260,5 +260,4 @@ def is_damage(error: DeltackptError) -> bool:
     """Whether `error` says that this step is bad, so that another one may well be good."""
     if isinstance(error, CorruptionError):
         return True
-    code = error.context.get("errno")
-    return isinstance(error, OSError) and code in (errno.EIO, errno.ENODATA, errno.EBADMSG)
+    return isinstance(error, OSError) and error.context.get("errno") in DAMAGE

@@ -105,9 +105,13 @@ class History(PinFiles):
         data = self._read(relative, MAX_COMMIT_BYTES, "commit")
         commit = decode_commit(data, name=relative)
         if commit.run != run or commit.number != number:
+            belongs = f"runs/{commit.run}/{number_name(commit.number)}"
             raise CorruptionError(
-                f"commit {relative} is damaged: it belongs at {commit.run}/{commit.number}",
-                kind="damaged-commit",
+                f"commit {relative} is not where it belongs, at {belongs}: it was renamed or"
+                " copied, or upper and lower case are one there",
+                kind="misplaced-commit",
+                hint="give the folder or file its name again, or move the copy out of the store; a"
+                " new run needs another name",
                 path=relative,
             )
         return commit

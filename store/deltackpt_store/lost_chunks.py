@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from deltackpt_store.errors import DeltackptError
 from deltackpt_store.fetch import Request
 from deltackpt_store.manifest import ID_BYTES, Ids
-from deltackpt_store.pack_set import PackSet
+from deltackpt_store.pack_set import PackSet, is_damage
 from deltackpt_store.read_run import UNIT_BYTES
 from deltackpt_store.reader import ChunkReader
 from deltackpt_store.scrub import BadRecord
@@ -161,5 +161,7 @@ def _read(reader: ChunkReader, batch: list[Request], threads: int | None, failed
     try:
         reader.read(batch, threads)
     except DeltackptError as error:
+        if not is_damage(error):
+            raise
         ids: Any = error.context.get("ids") or [chunk_id for chunk_id, _ in batch]
         failed.update(dict.fromkeys(ids, error.message))

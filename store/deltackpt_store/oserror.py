@@ -9,6 +9,7 @@ from deltackpt_store.errors import StorageError
 from deltackpt_store.fileio import FileIO, is_link
 
 _FOLDERS = ("/manifests", "/packs")
+_DISK = "the disk or its connection fails: check the system log, and verify the store"
 _SERVER = "the file server, or the connection to it, is gone: look at the mount, then try again"
 _HINTS = {
     errno.ENOSPC: "free some space on that file system; earlier steps are intact",
@@ -16,7 +17,6 @@ _HINTS = {
     errno.EROFS: "that file system is read-only: write to another place, or remount it",
     errno.EACCES: "check the owner and the permissions of that path",
     errno.EPERM: "check the owner and the permissions of that path",
-    errno.EIO: "the disk or its connection fails: check the system log, and verify the store",
     errno.ESTALE: _SERVER,
     errno.ENOTCONN: _SERVER,
     errno.ETIMEDOUT: _SERVER,
@@ -41,7 +41,14 @@ NO_LOCKS = frozenset(
 )  # fmt: skip
 """What a file system without locks says."""
 
-DAMAGE = frozenset((errno.EIO, errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.EFBIG, errno.ENXIO))
+_BAD_MEDIUM = frozenset(
+    getattr(errno, name)
+    for name in ("EIO", "EUCLEAN", "EBADMSG", "EILSEQ", "ENODATA", "EREMOTEIO")
+    if hasattr(errno, name)
+)
+"""A block that cannot be read, or one of which the file system or the disk knows that it is bad."""
+
+DAMAGE = _BAD_MEDIUM | {errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.EFBIG, errno.ENXIO}
 """What opening or reading a file that exists says when that one file is bad."""
 
 
@@ -66,7 +73,7 @@ def hint_for(error: OSError, path: str = "") -> str | None:
             )
         if where.endswith("/runs"):
             return "the commits lie there: put that folder back from a copy of the store"
-    return _HINTS.get(error.errno)
+    return _DISK if error.errno in _BAD_MEDIUM else _HINTS.get(error.errno)
 
 
 def _broken_link(path: str) -> str | None:

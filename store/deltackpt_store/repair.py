@@ -241,6 +241,7 @@ class _Repair:
         if self._dry_run and any(one.name == "runs" for one in folders):
             return self._report(found, PackRepair(self._fresh(), (), (), ""), [], [])
         before = verify(self._fresh(), level="chunks", progress=progress, threads=threads)
+        _refuse_unread(before.findings, self._root)
         made = {folder.name for folder in folders}
         findings = [f for f in before.findings if f.kind != "format" and f.reason != LOST]
         findings = [f for f in findings if not (f.kind == "store" and f.name in made)]
@@ -459,6 +460,19 @@ class _Repair:
         names = self._fresh().packs.names()
         for directory in ("", *sorted({f"/{name[:2]}" for name in names})):
             self._io.sync_directory(f"{self._root}/packs{directory}")
+
+
+def _refuse_unread(findings: Iterable[Finding], root: str) -> None:
+    """StorageError when something could not be read: it may be whole, and is not to be moved."""
+    for finding in findings:
+        if finding.unreadable:
+            raise StorageError(
+                f"cannot repair the store {root}: {finding.kind} {finding.name} cannot be read, and"
+                f" may be whole: {finding.reason}",
+                hint="let it be read (its permissions, the limit on open files, the mount), then"
+                " repair again",
+                path=root,
+            )
 
 
 def _pack_of(finding: Finding) -> str | None:

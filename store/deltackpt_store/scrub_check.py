@@ -25,7 +25,7 @@ from deltackpt_store.pack import (
     decode_record,
     pack_path,
 )
-from deltackpt_store.pack_set import PackSet
+from deltackpt_store.pack_set import PackSet, is_damage
 from deltackpt_store.scrub_order import (
     CODED,
     FRONT,
@@ -116,7 +116,8 @@ class Checker:
         self._fetcher.__exit__(*exception)
 
     def check(self, unit: Unit) -> Checked:
-        """Check a unit. Damage and failures to read are results; anything else is raised."""
+        """Check a unit. Damage is a result; what says nothing of a file (too many open files, a
+        server that is away) is raised: nothing has been found out then."""
         self._bad = []
         size = self._stretch(unit) if isinstance(unit, Stretch) else self._family(unit)
         damaged = dict(self._packs.damaged)
@@ -186,6 +187,8 @@ class Checker:
         try:
             self._fetcher.fill(self._tables[number].pack, [data], start, length)
         except DeltackptError as error:
+            if not is_damage(error):
+                raise
             self._note(number, row, error, readable=kind == FRONT)
         else:
             self._piece(number, row, kind, data)
@@ -284,6 +287,8 @@ class Checker:
             elif keep:
                 out[:] = data
         except DeltackptError as error:
+            if not is_damage(error):
+                raise
             self._note(number, row, error)
         else:
             if keep:
@@ -322,6 +327,8 @@ class Checker:
             elif place.stored != place.raw or not self._raw_holds(number, row, place, data):
                 raise mismatch(chunk_id, pack)
         except DeltackptError as error:
+            if not is_damage(error):
+                raise
             self._note(number, row, error, readable=kind == FRONT)
 
     def _raw_holds(self, number: int, row: int, place: Location, data: memoryview) -> bool:

@@ -17,6 +17,7 @@ from deltackpt_store.errors import (
     CorruptionError,
     DeltackptError,
     InvalidInputError,
+    StorageError,
     UnsupportedFormatError,
 )
 from deltackpt_store.impact import DamageMap, NeededChunks
@@ -25,7 +26,7 @@ from deltackpt_store.lost_chunks import Lost, lost_chunks, read_back, unaccounte
 from deltackpt_store.lost_commits import LOST, lost_commits, read_boundary
 from deltackpt_store.manifest import Commit, Ids
 from deltackpt_store.names import is_digest_name, parse_number, relative_pack_path
-from deltackpt_store.pack_set import PackSet, is_gone
+from deltackpt_store.pack_set import PackSet, is_damage, is_gone
 from deltackpt_store.scrub import BadRecord, Progress, scrub
 from deltackpt_store.store import Store
 
@@ -56,7 +57,8 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     the damaged record of a chunk. `hits` are the steps that cannot be restored whole because of
     it: none when everything they need can still be read, from another copy or otherwise.
     `needed_by` are the steps that read records of a damaged pack by searching the file for them:
-    they can be restored as long as that file stays.
+    they can be restored as long as that file stays. `unreadable`: the system did not let it be read
+    (no permission, too many open files); what it holds is not known, and may well be whole.
     """
 
     kind: str
@@ -65,6 +67,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     pack: str | None = None
     hits: tuple[Hit, ...] = ()
     needed_by: tuple[Hit, ...] = ()
+    unreadable: bool = False
 
 
 class VerifyReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,6 +94,11 @@ class VerifyReport(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def ok(self) -> bool:
         return not self.findings
+
+    @property
+    def unread(self) -> bool:
+        """Something was found, and all of it is what could not be read."""
+        return bool(self.findings) and all(finding.unreadable for finding in self.findings)
 
     @property
     def damaged_steps(self) -> list[tuple[str, int]]:
@@ -124,7 +132,8 @@ def verify(
     (seconds) is the time for which the coverage is reported.
 
     Where retention, collection or compaction has taken away meanwhile what was looked at, what
-    looked damaged is checked again.
+    looked damaged is checked again. A file that the system does not let be read is told as such
+    (`Finding.unreadable`); when that happens while chunks are read, StorageError.
 
     `progress` is called with (bytes done, bytes in all) by one thread at a time.
     NotFoundError when `run` does not exist, InvalidInputError for an unknown level.
@@ -143,7 +152,7 @@ def verify(
         work = _Verification(store, run, budget, window, good)
         try:
             report = work.work(level, progress, threads)
-        except CorruptionError:
+        except (CorruptionError, StorageError):
             if not work.outdated():
                 raise
         else:
@@ -483,7 +492,10 @@ def _finding(
     pack: str | None = None,
 ) -> Finding:
     reason = error.message if isinstance(error, DeltackptError) else str(error)
-    return Finding(kind=kind, name=name, reason=reason, pack=pack, hits=tuple(hits))
+    refused = isinstance(error, OSError) and not is_damage(error)
+    return Finding(
+        kind=kind, name=name, reason=reason, pack=pack, hits=tuple(hits), unreadable=refused
+    )
 
 
 def _hit(commit: Commit, tensors: Iterable[str] = ()) -> Hit:

@@ -21,6 +21,7 @@ from deltackpt_store import (
     StorageError,
     Store,
 )
+from deltackpt_store.gc import collect
 from deltackpt_store.manifest_io import encode_commit
 from deltackpt_store.names import number_name
 from small_store import SmallStore
@@ -221,6 +222,24 @@ def test_nothing_but_damaged_commits(small: SmallStore) -> None:
         assert f"runs/main/{number_name(1)}" in str(caught.value)
         for way in ("deltackpt verify", "deltackpt repair", "another run name"):
             assert way in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["Main", "main2"], ids=["case", "another"])
+@pytest.mark.parametrize("copied", [False, True], ids=["renamed", "copied"])
+def test_a_run_whose_folder_has_another_name_is_told_where_it_belongs(
+    small: SmallStore, name: str, copied: bool
+) -> None:
+    steps_of(small, "main", [1])
+    runs = Path(small.path, "runs")
+    (shutil.copytree if copied else os.rename)(runs / "main", runs / name)
+    with pytest.raises(CorruptionError, match="no commit of run"):
+        small.store.head(name)
+    for call in (lambda: small.store.read_commit(name, 1), lambda: collect(small.store)):
+        with pytest.raises(CorruptionError) as caught:
+            call()
+        assert caught.value.kind == "misplaced-commit"
+        assert f"runs/main/{number_name(1)}" in str(caught.value)
+        assert "name again" in str(caught.value.hint)  # and not: give it up
 
 
 @pytest.mark.parametrize("bad", [(3,), (1,), (4,), (2, 3), (1, 2), (1, 2, 3)])

@@ -575,3 +575,30 @@ def test_a_directory_in_the_place_of_a_file_is_moved_aside(
     assert verify(Store.open(store.path)).ok
     check_everything(store, commits)
     assert repair(store).found == 0
+
+
+@pytest.mark.parametrize("after", [0, 1], ids=["tables", "chunks"])
+def test_what_cannot_be_read_for_now_is_not_moved_away(
+    store: Store, new: Callable[..., Author], monkeypatch: pytest.MonkeyPatch, after: int
+) -> None:
+    """It may be whole: a limit on open files, a server that is away for a moment."""
+    commit = new().save(1, ["a", "b"])
+    while _live:
+        _live.pop().close()
+    before = sorted(Path(store.path).rglob("*"))
+    real, opened = FileIO.open, [0]
+
+    def refusing(io: FileIO, path: str) -> int:
+        if "/packs/" in path:
+            opened[0] += 1
+            if after < opened[0] <= after + 2:  # what fails once is tried again
+                raise OSError(errno.EMFILE, "Too many open files", path)
+        return real(io, path)
+
+    monkeypatch.setattr(FileIO, "open", refusing)
+    with pytest.raises(StorageError):
+        repair(store)
+    assert [path for path in sorted(Path(store.path).rglob("*")) if "gc" not in path.parts] == [
+        path for path in before if "gc" not in path.parts
+    ]
+    check_everything(store, [commit])

@@ -326,6 +326,27 @@ def test_storage_errors_that_are_no_damage_do_not_fall_back(
     assert state["n"] == -1
 
 
+@pytest.mark.parametrize("name", ["EIO", "EUCLEAN", "EBADMSG", "EILSEQ", "ENODATA", "EREMOTEIO"])
+def test_what_the_file_system_knows_to_be_bad_falls_back(
+    keeper: Keeper, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    # I6
+    keeper.save(numbered(1), 1)
+    before = set(keeper.path.glob("packs/*/*"))
+    keeper.save(numbered(2), 2)
+    bad = {str(path) for path in set(keeper.path.glob("packs/*/*")) - before}
+    assert bad
+    real = FileIO.open
+
+    def refuse(self: FileIO, path: str) -> int:
+        if path in bad:
+            raise OSError(getattr(errno, name), "bad", path)
+        return real(self, path)
+
+    monkeypatch.setattr(FileIO, "open", refuse)
+    assert back(keeper, blank()).step == 1
+
+
 @pytest.mark.parametrize("call", range(1, 40))
 def test_a_read_error_at_any_call_changes_nothing_or_restores(
     keeper: Keeper, call: int, monkeypatch: pytest.MonkeyPatch

@@ -24,6 +24,7 @@ from deltackpt_store import (
     Layout,
     NotFoundError,
     Snapshot,
+    StorageError,
     Store,
     TensorView,
     codecs,
@@ -352,6 +353,60 @@ def test_unreadable_sector(small: SmallStore) -> None:
     finding = only(verify(Store.open(small.path, io=BadSector())))
     assert finding.name == victim.hex()
     assert hits(finding) == users(small.store, commits, victim)
+
+
+def refuse(monkeypatch: pytest.MonkeyPatch, code: int, place: str, *, after: int = 0) -> None:
+    """Let files whose path has `place` in it be opened `after` times, then not any more."""
+    real, opened = FileIO.open, [0]
+
+    def refusing(io: FileIO, path: str) -> int:
+        if place in path:
+            opened[0] += 1
+            if opened[0] > after:
+                raise OSError(code, os.strerror(code), path)
+        return real(io, path)
+
+    monkeypatch.setattr(FileIO, "open", refusing)
+
+
+@pytest.mark.parametrize("place", ["/packs/", "/manifests/", "/pins/"])
+def test_what_may_not_be_read_is_not_called_damaged(
+    small: SmallStore, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    commits = three_steps(small)
+    small.store.pin("kept", commits[0])
+    refuse(monkeypatch, errno.EACCES, place)
+    report = verify(small.store, threads=1)
+    assert report.findings
+    assert report.unread
+    result = run("verify", small.path, "--json")
+    assert result.exit_code == 14
+    assert all(found["unreadable"] for found in json.loads(result.stdout)["findings"])
+    assert "\nunreadable " in "\n" + run("verify", small.path).stdout
+
+
+@pytest.mark.parametrize("level", LEVELS[1:])
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.ENOTCONN])
+def test_chunks_that_cannot_be_read_for_now_are_not_called_damaged(
+    small: SmallStore, monkeypatch: pytest.MonkeyPatch, code: int, level: Any
+) -> None:
+    three_steps(small)
+    packs = len(small.store.packs.names())
+    refuse(monkeypatch, code, "/packs/", after=packs)  # the tables can be read, the chunks not
+    with pytest.raises(StorageError) as caught:
+        verify(small.store, threads=1, level=level)
+    assert caught.value.errno == code
+
+
+@pytest.mark.parametrize("name", ["EUCLEAN", "EBADMSG", "EILSEQ", "ENODATA", "EREMOTEIO"])
+def test_what_the_file_system_knows_to_be_bad_is_damage(
+    small: SmallStore, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    three_steps(small)
+    refuse(monkeypatch, getattr(errno, name), "/packs/")
+    report = verify(small.store, threads=1)
+    assert report.findings
+    assert not any(finding.unreadable for finding in report.findings)
 
 
 def test_lost_references(small: SmallStore) -> None:

@@ -44,7 +44,8 @@ def _hit(hit: Hit) -> str:
 
 def _finding(finding: Finding) -> list[str]:
     where = f" in {finding.pack}" if finding.pack else ""
-    lines = [f"damaged {finding.kind} {safe(finding.name)}{where}: {safe(finding.reason)}"]
+    state = "unreadable" if finding.unreadable else "damaged"
+    lines = [f"{state} {finding.kind} {safe(finding.name)}{where}: {safe(finding.reason)}"]
     if not finding.hits and not finding.needed_by:
         lines.append("  no step depends on it")
     lines += [f"  hits {_hit(hit)}" for hit in finding.hits]
@@ -170,6 +171,7 @@ def _document(path: str, report: VerifyReport) -> dict[str, Any]:
                 "name": finding.name,
                 "pack": finding.pack,
                 "reason": finding.reason,
+                "unreadable": finding.unreadable,
                 "hits": [hit(one) for one in finding.hits],
                 "needed_by": [hit(one) for one in finding.needed_by],
             }
@@ -225,7 +227,8 @@ def command(
     """Check what is stored, and list all damage with the steps and tensors it hits.
 
     Never stops at the first finding, and writes nothing but, with --budget, a note of what was
-    checked when. Exit code 12 when anything is damaged.
+    checked when. Exit code 12 when anything is damaged, 14 when nothing is, and something could not
+    be read.
     """
     store = open_store(store_path)
     with Progress("verify") as progress:
@@ -242,4 +245,6 @@ def command(
         write_json(_document(store.path, report))
     else:
         click.echo("\n".join(_lines(report, verbose)))
+    if report.unread:
+        context.exit(Exit.STORAGE)
     context.exit(Exit.OK if report.ok else Exit.CORRUPT)
