@@ -172,6 +172,34 @@ def test_what_is_left_out_is_listed(tmp_path: Path) -> None:
     assert "    lr: not a tensor\n" in output
 
 
+@pytest.mark.usefixtures("pieces")
+def test_two_four_bit_floats_in_a_byte_are_what_the_format_calls_f4(tmp_path: Path) -> None:
+    pairs = torch.arange(4 * 6 * 3, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+    state = {
+        "dense": pairs.reshape(4, 18),
+        "turned": pairs.reshape(6, 12).t(),
+        "column": pairs.reshape(72, 1).clone(),
+        "empty": pairs[:0],
+        "one": torch.tensor(7, dtype=torch.uint8).view(torch.float4_e2m1fn_x2),
+        "w": torch.ones(3),
+    }
+    save_state(tmp_path / "store", state)
+    document = export(tmp_path / "store", tmp_path / "out.safetensors", code=3)
+    refused, = document["refused"]  # fmt: skip
+    assert refused["path"] == "one"
+    assert "without a dimension" in refused["reason"]
+    loaded = load_file(tmp_path / "out.safetensors")
+    assert set(loaded) == state.keys() - {"one"}
+    for name, tensor in loaded.items():
+        saved = state[name].view(torch.uint8)
+        assert (tensor.dtype, tensor.shape) == (state[name].dtype, state[name].shape)
+        assert torch.equal(tensor.view(torch.uint8), saved)
+    whole = tmp_path / "out.pt"
+    export(tmp_path / "store", whole)
+    for name, tensor in torch.load(whole).items():
+        assert torch.equal(tensor.view(torch.uint8), state[name].view(torch.uint8))
+
+
 def test_a_dtype_the_format_lacks_is_reported_not_dropped_in_silence(tmp_path: Path) -> None:
     state = {"z": torch.randn(4, dtype=torch.complex128), "w": torch.ones(3)}
     save_state(tmp_path / "store", state)

@@ -11,7 +11,7 @@ from deltackpt_store.errors import InvalidInputError, StateError
 from deltackpt_store.manifest import Commit, Snapshot, element_bytes
 
 from deltackpt_tools.progress import Progress
-from deltackpt_tools.safetensors_file import DTYPES, Entry, header, ordered
+from deltackpt_tools.safetensors_file import Entry, header, ordered, problem
 from deltackpt_tools.selection import Selection, flat_names
 from deltackpt_tools.structure import array_slots
 from deltackpt_tools.tensor_bytes import TensorBytes
@@ -46,7 +46,7 @@ def export_safetensors(
     """Write the selected tensors to `file` (empty, at 0), row-major, each under its own name.
 
     The format knows no sharing: tied tensors are written once under each name and listed in
-    `tied`. Tensors of a dtype without a name in the format are left out and listed in `refused`.
+    `tied`. Tensors that the format cannot hold are left out and listed in `refused`.
     Raises InvalidInputError for names that collide, CorruptionError for damaged chunks.
     """
     result = Exported()
@@ -60,8 +60,8 @@ def export_safetensors(
         if view.slot in arrays:
             result.left_out.append((paths[view.slot], "a NumPy array"))
             continue
-        if view.dtype not in DTYPES:
-            result.refused.append((paths[view.slot], f"the format has no dtype {view.dtype}"))
+        if (reason := problem(view.dtype, view.shape)) is not None:
+            result.refused.append((paths[view.slot], reason))
             continue
         nbytes = prod(view.shape) * element_bytes(view.dtype)
         entries.append(Entry(name, view.dtype, view.shape, nbytes))

@@ -20,19 +20,30 @@ DTYPES: dict[str, tuple[str, int]] = {
     "bool": ("BOOL", 1), "complex64": ("C64", 8),
     "float8_e4m3fn": ("F8_E4M3", 1), "float8_e5m2": ("F8_E5M2", 1),
     "float8_e4m3fnuz": ("F8_E4M3FNUZ", 1), "float8_e5m2fnuz": ("F8_E5M2FNUZ", 1),
-    "float8_e8m0fnu": ("F8_E8M0", 1),
+    "float8_e8m0fnu": ("F8_E8M0", 1), "float4_e2m1fn_x2": ("F4", 1),
 }  # fmt: skip
+PAIRED = frozenset(("float4_e2m1fn_x2",))
+"""Two elements of the format in one of torch's: its last dimension is twice as long there."""
 
 MAX_HEADER = 100_000_000  # readers refuse longer headers
 
 
 class Entry(NamedTuple):
-    """One tensor to be written: its bytes are row-major and `nbytes` long."""
+    """One tensor to be written: its bytes are row-major and `nbytes` long; `shape` is torch's."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     nbytes: int
+
+
+def problem(dtype: str, shape: Sequence[int]) -> str | None:
+    """Why the format cannot hold a tensor; None when it can."""
+    if dtype not in DTYPES:
+        return f"the format has no dtype {dtype}"
+    if dtype in PAIRED and not shape:
+        return f"the format has no {dtype} without a dimension: it counts halves"
+    return None
 
 
 def ordered(entries: Sequence[Entry]) -> list[Entry]:
@@ -51,7 +62,7 @@ def header(entries: Sequence[Entry], metadata: Mapping[str, str]) -> bytes:
     for entry in entries:
         fields[entry.name] = {
             "dtype": DTYPES[entry.dtype][0],
-            "shape": list(entry.shape),
+            "shape": _shape(entry),
             "data_offsets": [offset, offset + entry.nbytes],
         }
         offset += entry.nbytes
@@ -60,3 +71,9 @@ def header(entries: Sequence[Entry], metadata: Mapping[str, str]) -> bytes:
     if len(text) > MAX_HEADER:
         raise ValueError(f"the header of {len(text)} bytes is over the limit of {MAX_HEADER}")
     return struct.pack("<Q", len(text)) + text
+
+
+def _shape(entry: Entry) -> list[int]:
+    if entry.dtype in PAIRED:
+        return [*entry.shape[:-1], 2 * entry.shape[-1]]
+    return list(entry.shape)
