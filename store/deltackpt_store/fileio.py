@@ -149,10 +149,8 @@ class FileIO:
                 share_lock(path, handle)
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if not parted and is_shared(handle):
+                if not parted and part(path, handle):
                     parted = True
-                    with contextlib.suppress(OSError):
-                        os.unlink(path)
                 elif still_named(path, handle):
                     return handle
             except OSError as error:
@@ -287,6 +285,16 @@ def is_shared(handle: int) -> bool:
     """Whether the file has another name: a copy made of hard links has it, too, and who locks it
     here would lock that copy as well."""
     return os.fstat(handle).st_nlink > 1
+
+
+def part(path: str, handle: int) -> bool:
+    """Leave the open file at `path` to its copies made of hard links, whether it has any. Where the
+    name cannot be taken from it, it stays shared."""
+    shared = is_shared(handle)
+    if shared:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+    return shared
 
 
 def read_file(io: FileIO, path: str, limit: int) -> bytes:

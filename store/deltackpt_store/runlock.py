@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Callable
 
 from deltackpt_store.errors import ConflictError
-from deltackpt_store.fileio import is_shared, open_regular, share_lock, still_named
+from deltackpt_store.fileio import is_shared, open_regular, part, share_lock, still_named
 from deltackpt_store.oserror import NO_LOCKS
 from deltackpt_store.process_note import NOTE_BYTES, own_note, read_note
 
@@ -66,15 +66,13 @@ class RunLock:
             fd = open_regular(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
             share_lock(path, fd)
             try:
-                locked, shared = _lock(fd, path), is_shared(fd)
-                if locked and shared and not parted:
+                locked = _lock(fd, path)
+                if locked and not parted and part(path, fd):
                     parted = True
-                    with contextlib.suppress(OSError):
-                        os.unlink(path)
                 elif locked is None or (locked and still_named(path, fd)):
                     _describe(fd)
                     return cls(fd, locked=locked is not None)
-                holder = _holder(fd)
+                holder, shared = _holder(fd), is_shared(fd)
             except BaseException:
                 os.close(fd)
                 raise

@@ -92,6 +92,11 @@ class Recording(FileIO):
         super().mkdir(path)
 
 
+def recorded_store(path: Path) -> Store:
+    """An empty store whose file calls are noted; a fixture where a module says so."""
+    return Store.create(path, io=Recording())
+
+
 def recorder(store: Store) -> Recording:
     assert isinstance(store.io, Recording)
     return store.io

@@ -32,16 +32,14 @@ from store_writing import (
     blob,
     files,
     read,
+    recorded_store,
     recorder,
     reopen,
     save,
     temporaries,
 )
 
-
-@pytest.fixture
-def store(path: Path) -> Store:
-    return Store.create(path, io=Recording())
+store = pytest.fixture(recorded_store)
 
 
 # chunks -------------------------------------------------------------------------------------
