@@ -142,8 +142,8 @@ class Checkpointer:
         flight: "wait"; "skip" it; or "coalesce": take no save now, but one at the first later call
         of `step` or `save` that finds room, of the state and under the step of *that* call.
         `durable_timeout`: seconds a save may take from call to durable; no call blocks longer.
-        `lock_timeout`: seconds to wait for an earlier writer of this run that is still finishing.
-        None is no limit, for both.
+        `lock_timeout`: seconds to wait for an earlier writer of this run that is still finishing,
+        or for another trainer of it. None is no limit, for both.
         `rng`: include the random number generators. `save_on`: signals after which the next `step`
         saves. `threads`: hashing and copying threads, by default the smaller of 4 and the cores.
         `final`: save the newest step passed to `step` at close, with its metrics, when it was not
@@ -224,8 +224,9 @@ class Checkpointer:
         """Tell that training step `step` is complete; saves when due. Call it once per step.
 
         Due are: what `every` says, a signal of `save_on` that has arrived, a save that
-        on_busy="coalesce" put off. Returns the handle of a save, or None. Raises as :meth:`save`;
-        with on_error="warn", failures of saves are logged instead.
+        on_busy="coalesce" put off, and one in place of a save that failed as torn. Returns the
+        handle of a save, or None. Raises as :meth:`save`; with on_error="warn", failures of saves
+        are logged instead.
         """
         refuse_waiting(self._pipeline)
         with self._calls.exclusive():
@@ -245,7 +246,7 @@ class Checkpointer:
                 return None
 
     def should_save(self, step: int | None = None) -> bool:
-        """Whether a save is wanted now: a signal arrived, one was put off, or `step` is due.
+        """Whether a save is wanted now: a signal arrived, one was put off or torn, `step` is due.
 
         May be polled anywhere, for example within a long evaluation, to call :meth:`save` there.
         Signals are a courtesy of the scheduler; what bounds the work you can lose is how often you
