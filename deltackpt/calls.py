@@ -1,9 +1,12 @@
-"""Who may call a checkpointer, and when: one at a time, in its process, until it is closed."""
+"""Who may call a checkpointer, and when: one at a time, in its process, until it is closed, and
+from none of the threads that its own saves need.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections.abc import Generator
 
 from deltackpt_store.errors import StateError
@@ -61,3 +64,21 @@ class Calls:
         finally:
             if self._calling.get("call") is mine:
                 del self._calling["call"]
+
+
+_background = threading.local()
+
+
+def in_background(owner: object) -> None:
+    """This thread works for the saves of `owner`, for good: it must not wait for them."""
+    _background.owner = owner
+
+
+def refuse_waiting(owner: object) -> None:
+    """Raise `StateError` (kind "in-observer") in a thread that the saves of `owner` need."""
+    if owner is not None and getattr(_background, "owner", None) is owner:
+        raise StateError(
+            "an observer cannot save, wait or close: the saves wait for it to return",
+            kind="in-observer",
+            hint="do it in the training thread; result() of a save that is done() is fine",
+        )

@@ -24,7 +24,7 @@ from deltackpt_store.names import check_step
 from deltackpt_store.store import Store
 
 from .best_metric import BestMetric
-from .calls import Calls
+from .calls import Calls, refuse_waiting
 from .capture import Capture, capture
 from .compaction import Compact, Compactions, check_compact
 from .events import Observer, Observers, Preempted, Skipped
@@ -43,7 +43,7 @@ from .options import (
 from .pipeline import MAX_IN_FLIGHT, SavePipeline
 from .policy import Codec, Due, DueFunction, Every, Keep, OnBusy, OnError, check_seconds
 from .remarks import environment, warn_of_missing_parameters
-from .report import Save, SaveProgress, SaveReport, refuse_waiting
+from .report import Save, SaveProgress, SaveReport
 from .restore import Restored, restore_and_hold
 from .save_task import Request
 from .state_check import check_state

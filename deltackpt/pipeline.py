@@ -36,12 +36,13 @@ from deltackpt_store.store import Store
 from . import events, lifecycle
 from .adam import AdamStates
 from .baseline import Baseline, Baselines, proven_table
+from .calls import in_background
 from .capture import Capture
 from .cuda.split import SplitStager
 from .failures import Failures
 from .options import Options
 from .outcome import report_of, timed_out, typed_error
-from .report import SaveProgress, SaveReport, in_background
+from .report import SaveProgress, SaveReport
 from .restless import Restless, is_torn
 from .save_task import Request, Task
 from .stage import Job, Stager, versions_of, with_copies

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
 from deltackpt_store.errors import DeltackptError, StateError
 
+from .calls import refuse_waiting
 from .policy import check_seconds
 from .waiting import Condition
 
@@ -81,24 +81,6 @@ class SaveReport:
     def to_dict(self) -> dict[str, Any]:
         """The figures as plain values, for logs and JSON."""
         return dataclasses.asdict(self)
-
-
-_background = threading.local()
-
-
-def in_background(owner: object) -> None:
-    """This thread works for the saves of `owner`, for good: it must not wait for them."""
-    _background.owner = owner
-
-
-def refuse_waiting(owner: object) -> None:
-    """Raise `StateError` (kind "in-observer") in a thread that the saves of `owner` need."""
-    if owner is not None and getattr(_background, "owner", None) is owner:
-        raise StateError(
-            "an observer cannot save, wait or close: the saves wait for it to return",
-            kind="in-observer",
-            hint="do it in the training thread; result() of a save that is done() is fine",
-        )
 
 
 class SaveProgress:

@@ -213,7 +213,6 @@ def variants() -> dict[str, dict[str, specs.KernelSpec]]:
 
 
 def hashing(
-    check: Check,
     runtime: Any,
     extents: list[tuple[int, int]],
     addresses: list[int],
@@ -229,7 +228,7 @@ def hashing(
     return stream, hasher
 
 
-def verify(check: Check, hasher: Hasher, memory: torch.Tensor, chunk: int, what: str) -> None:
+def verify(hasher: Hasher, memory: torch.Tensor, chunk: int, what: str) -> None:
     """Compare the digests of some chunks of one extent with xxhash; all are listed as changed."""
     import xxhash
 
@@ -270,17 +269,17 @@ def section_hash(check: Check) -> None:
     read_rate = plain_rates(check, memory)
     for chunk in (16, 64, 256, 1024, 4096):
         nbytes = min(chunk * 1024, check.size(GIB, 65536))
-        stream, hasher = hashing(check, runtime, [(total, nbytes)], [memory.data_ptr()])
+        stream, hasher = hashing(runtime, [(total, nbytes)], [memory.data_ptr()])
         rate = total / check.seconds(stream, hasher.detect) / 1e9
         check.put(f"hash, {chunk} KiB chunks, GB/s", rate)
         check.put(f"hash, {chunk} KiB chunks, of the plain read", rate / read_rate)
         if chunk in (64, 256):
-            verify(check, hasher, memory, nbytes, f"{chunk} KiB chunks")
+            verify(hasher, memory, nbytes, f"{chunk} KiB chunks")
     skewed = memory[8 : total - 8]
-    stream, hasher = hashing(check, runtime, [(total - 16, 262144)], [skewed.data_ptr()])
+    stream, hasher = hashing(runtime, [(total - 16, 262144)], [skewed.data_ptr()])
     rate = total / check.seconds(stream, hasher.detect) / 1e9
     check.put("hash at address 8 modulo 16, GB/s", rate)
-    verify(check, hasher, skewed, 262144, "address 8 modulo 16")
+    verify(hasher, skewed, 262144, "address 8 modulo 16")
     tiny_tensors(check, runtime, memory)
     if not DRY and torch.version.hip is None:  # they are for warps of 32 lanes
         compare_variants(check, memory)
@@ -302,7 +301,7 @@ def plain_rates(check: Check, memory: torch.Tensor) -> float:
 def tiny_tensors(check: Check, runtime: Any, memory: torch.Tensor) -> None:
     many = check.size(5000, 6)
     stream, hasher = hashing(
-        check, runtime, [(8192, 262144)] * many, [memory.data_ptr() + 8192 * i for i in range(many)]
+        runtime, [(8192, 262144)] * many, [memory.data_ptr() + 8192 * i for i in range(many)]
     )
 
     def small_save() -> None:
@@ -321,11 +320,11 @@ def compare_variants(check: Check, memory: torch.Tensor) -> None:
             if check.late("more kernel variants", 240):
                 return
             stream, hasher = hashing(
-                check, check.runtime(kernels), [(total, 262144)], [memory.data_ptr()], blocks,
+                check.runtime(kernels), [(total, 262144)], [memory.data_ptr()], blocks,
                 scratch * MIB,
             )  # fmt: skip
             taken = check.seconds(stream, hasher.detect)
-            verify(check, hasher, memory, 262144, name)
+            verify(hasher, memory, 262144, name)
             check.put(f"variant {name}, {scratch} MiB scratch, GB/s", total / taken / 1e9)
 
 
@@ -419,7 +418,7 @@ def copies(check: Check, runtime: Any, ring: EndlessRing, slots: int) -> None:
     check.put("copy to torch's pinned memory, at once, GB/s", total / one / 1e9)
 
     chunk = check.size(256 * 1024, 16384)
-    _, hasher = hashing(check, runtime, [(total, chunk)], [memory.data_ptr()])
+    _, hasher = hashing(runtime, [(total, chunk)], [memory.data_ptr()])
     hasher._stream = stream  # the kernels and the copies here share one stream
     count, per_slot = total // chunk, slot_bytes // chunk
     plan, gathered = runtime.empty(stream, 16 * count), runtime.empty(stream, total)

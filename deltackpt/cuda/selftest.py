@@ -163,16 +163,3 @@ def check_device(runtime: Runtime, *, seed: int) -> list[Mismatch]:
     pieces = [(length, SKEWS[index % len(SKEWS)]) for index, length in enumerate(LENGTHS)]
     aligned = [(length, 0) for length in LENGTHS]
     return hash_pieces(runtime, aligned + pieces, seed=seed) + gather_pieces(runtime, MOVED)
-
-
-def empty_digest_is_standard(runtime: Runtime, *, seed: int) -> bool:
-    """Whether a chunk of no bytes, which no table ever has, hashes as xxhash says."""
-    table = ChunkTable([(1, 1)])
-    hasher = Hasher(runtime, runtime.stream(), table, seed, Counters())
-    hasher.set_addresses([0])
-    hasher.rows[1] = 0  # on the current stream
-    runtime.synchronize(runtime.mark())
-    hasher.set_digests(np.zeros((1, 2), np.uint64))
-    hasher.detect()
-    found = digest_bytes(hasher.changes().digests)[0].tobytes()
-    return found == xxhash.xxh3_128_digest(b"", seed=seed)

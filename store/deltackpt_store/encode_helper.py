@@ -224,7 +224,7 @@ class Helper:
 def run(sock: socket.socket, ring: Ring, arena: memoryview, area: int, writer: int) -> NoReturn:
     """Be a helper of the process `writer`, in the child of a fork; does not return."""
     try:
-        _set_up(sock.fileno(), writer)
+        _set_up(sock.fileno())
         if os.getppid() == writer:
             Helper(sock, ring, arena, area).serve()
     except BaseException:
@@ -232,7 +232,7 @@ def run(sock: socket.socket, ring: Ring, arena: memoryview, area: int, writer: i
     os._exit(0)
 
 
-def _set_up(keep: int, writer: int) -> None:
+def _set_up(keep: int) -> None:
     """Keep nothing of what the process has inherited but memory and the descriptor `keep`."""
     logging.disable()
     nothing = os.open(os.devnull, os.O_RDWR)

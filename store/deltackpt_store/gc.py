@@ -189,7 +189,7 @@ class _Collection:
             report = _report(marking, doomed)
             report.generation = last.number
             return report
-        generation = self._publish(last, roots, doomed, marking)
+        generation = self._publish(last, doomed, marking)
         self._progress("waiting", 0, 0)
         claims, writers = settle(self._io, self._root, generation.number, wait)
         roots, marking, now = self._mark(generation.packs, generation)
@@ -254,9 +254,7 @@ class _Collection:
 
     # generation ----------------------------------------------------------------------------
 
-    def _publish(
-        self, last: Generation, roots: Roots, doomed: Doomed, marking: Marking
-    ) -> Generation:
+    def _publish(self, last: Generation, doomed: Doomed, marking: Marking) -> Generation:
         boundary = dict(last.boundary)
         for run, number in doomed.commits:
             boundary[run] = max(number, boundary.get(run, 0))

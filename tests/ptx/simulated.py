@@ -115,7 +115,6 @@ class LateStreams:
         self.locked: dict[int, int] = {}
         self.trouble: Exception | None = None
         self.largest: int | None = None
-        self.host_waits = 0
 
     def stream(self) -> LateStream:
         self.streams.append(LateStream())
@@ -141,7 +140,6 @@ class LateStreams:
         stream.queue.append((event,))
 
     def synchronize(self, event: LateEvent) -> None:
-        self.host_waits += 1
         self._reach(event)
 
     def _reach(self, event: LateEvent) -> None:

@@ -173,14 +173,6 @@ class Browser:
     def type(self, text: str) -> None:
         self.call("Input.insertText", text=text)
 
-    def screenshot(self, path: Path, *, whole: bool = False) -> None:
-        more: dict[str, Any] = {}
-        if whole:
-            box = self.call("Page.getLayoutMetrics")["cssContentSize"]
-            more = {"clip": {**box, "scale": 1}, "captureBeyondViewport": True}
-        data = self.call("Page.captureScreenshot", format="png", **more)["data"]
-        path.write_bytes(base64.b64decode(data))
-
     def pdf(self) -> bytes:
         return base64.b64decode(self.call("Page.printToPDF", printBackground=True)["data"])
 
