@@ -172,6 +172,7 @@ class Checkpointer:
         self._options, self._state = options, state
         self._observers = Observers(observers)
         self._store = Store.create(store, mode=mode)
+        self._store.check_spelling(options.run)
         self._order = StepOrder(self._store, options.run)
         self._best = BestMetric(self._store, options.run, options.keep)
         self._pipeline = SavePipeline(self._store, options, self._observers, self._order)

@@ -79,7 +79,8 @@ def named_step(store: Store, run: object, step: int | None) -> tuple[str, int | 
             f"{run!r} cannot be the name of a run", option="run", hint=f"for a step: step={run}"
         )
     if not isinstance(run, str) or "@" not in run:
-        return check_name(cast("str", run), "run"), step
+        store.check_spelling(check_name(cast("str", run), "run"))
+        return cast("str", run), step
     if step is not None:
         raise InvalidInputError(
             f"run={run!r} names a step, and so does step={step!r}",

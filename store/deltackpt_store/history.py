@@ -29,6 +29,7 @@ from deltackpt_store.names import (
     parse_number,
     parse_step_name,
 )
+from deltackpt_store.oserror import storage_error
 from deltackpt_store.pins import PinFiles
 from deltackpt_store.records import Damaged, some_of, unfindable
 
@@ -80,6 +81,28 @@ class History(PinFiles):
                 path=self.path,
             )
         return sorted(filter(is_name, names or ()))
+
+    def check_spelling(self, run: str) -> None:
+        """InvalidInputError where the file system takes the folder of another run for that of
+        `run`: "main" and "Main" are one name to some."""
+        names = self._list("runs") or []
+        alike = [name for name in names if name.lower() == run.lower()]
+        if run in names or not alike:
+            return
+        path = f"{self.path}/runs/{run}"
+        try:
+            one = self.io.exists(path)
+        except OSError as error:
+            raise storage_error(error, "look for the run", path) from error
+        if one:
+            raise InvalidInputError(
+                f"run {run!r} is run {alike[0]!r} to the file system at {self.path}, which ignores"
+                " upper and lower case",
+                kind="bad-name",
+                hint=f"write {alike[0]!r} to continue that run, or choose another name",
+                option="run",
+                run=run,
+            )
 
     def numbers(self, run: str) -> list[int]:
         """Numbers of the commits of `run` that are not retired, ascending."""

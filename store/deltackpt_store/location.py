@@ -178,6 +178,8 @@ class _Probe:
         self._try("exclusive create", self._create, True, two)
         self._try("exclusive link", self._link, True, two)
         self._try("exclusive mkdir", self._mkdir, False, "nothing that is used at present")
+        self._try("names as they are given", self._spelling, True,
+                  "a store's own files would not be found again")  # fmt: skip
         self._try("replacing a name", self._replace, False,
                   "repair cannot put commits, manifests and pins right")  # fmt: skip
         self._try("sync of a file", self._sync, True, "no step would be durable")
@@ -242,6 +244,10 @@ class _Probe:
         except FileExistsError:
             return ""
         return "a name was given twice"
+
+    def _spelling(self) -> str:
+        name = os.path.basename(self._file("Name"))
+        return "" if name in self._io.list(self._folder) else "they come back in another spelling"
 
     def _replace(self) -> str:
         new, old = self._file("new", b"new"), self._file("old", b"old")

@@ -48,6 +48,7 @@ def open_session(
     directory = os.path.join(store.path, "runs", hello.run)
     try:
         make_subdirectory(store.io, directory)
+        store.check_spelling(hello.run)
         lock = RunLock.acquire(
             directory, hello.run, timeout=hello.options.lock_timeout, cancelled=gone.wait
         )

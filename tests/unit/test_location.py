@@ -53,6 +53,15 @@ class Weak(FileIO):
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
         super().sync_directory(path)
 
+    def list(self, path: str) -> list[str]:
+        names = super().list(path)
+        return [n.lower() for n in names] if self._lacks == "names as they are given" else names
+
+    def unlink(self, path: str) -> None:
+        if self._lacks == "names as they are given" and path.endswith("/name"):
+            path = path.removesuffix("name") + "Name"
+        super().unlink(path)
+
     def replace(self, source: str, target: str) -> None:
         if self._lacks == "replacing a name":
             raise OSError(errno.EEXIST, os.strerror(errno.EEXIST))
@@ -66,7 +75,8 @@ class Weak(FileIO):
         return super().lock(path, create=create)
 
 
-VITAL = {"exclusive create", "exclusive link", "links", "sync of a file", "sync of a directory"}
+VITAL = {"exclusive create", "exclusive link", "links", "sync of a file", "sync of a directory",
+         "names as they are given"}  # fmt: skip
 LACKS = [*sorted(VITAL), "exclusive mkdir", "replacing a name", "locks", "locks at all"]
 ROW = {"links": "exclusive link", "locks at all": "locks"}
 

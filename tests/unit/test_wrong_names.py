@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from deltackpt_store.client import WriterClient
 from deltackpt_store.errors import (
     ConflictError,
     DeltackptError,
@@ -17,6 +21,8 @@ from deltackpt_store.errors import (
     StateError,
     StorageError,
 )
+from deltackpt_store.fileio import FileIO
+from deltackpt_store.store import Store
 
 import deltackpt
 
@@ -172,3 +178,53 @@ def test_rules_can_be_copied_and_pickled() -> None:
     for rules in (deltackpt.Keep(last=3), deltackpt.Every(seconds=3.0)):
         assert copy.deepcopy(rules) == rules
         assert pickle.loads(pickle.dumps(rules)) == rules
+
+
+class Folding(FileIO):
+    """A file system that ignores case in the names of runs, and keeps them as they were given."""
+
+    def _found(self, path: str) -> str:
+        folder, name = os.path.split(path)
+        if os.path.basename(folder) != "runs":
+            return path
+        alike = [one for one in os.listdir(folder) if one.lower() == name.lower()]
+        return f"{folder}/{alike[0]}" if alike else path
+
+    def exists(self, path: str) -> bool:
+        return super().exists(self._found(path))
+
+    def mkdir(self, path: str) -> None:
+        super().mkdir(self._found(path))
+
+
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+def test_runs_that_the_file_system_cannot_tell_apart_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """Prevents: the steps of two trainings in one folder, where all are damage to each."""
+    store = Store.create(tmp_path / "store")
+    if when == "before":
+        with _opened(store.path, run="main") as ckpt:
+            ckpt.save(1)
+        with _opened(store.path, run="Main") as ckpt:  # two names, where case counts
+            ckpt.save(1)
+        shutil.rmtree(tmp_path / "store/runs/Main")
+        with monkeypatch.context() as patch:
+            patch.setattr("deltackpt_store.store.FileIO", Folding)
+            for use in (partial(_opened, run="Main"), partial(deltackpt.load, run="MAIN"),
+                        partial(deltackpt.load, run="mAIN", step=1)):  # fmt: skip
+                with pytest.raises(InvalidInputError, match="ignores upper and lower") as caught:
+                    use(store.path)
+                assert (caught.value.kind, caught.value.context["option"]) == ("bad-name", "run")
+                assert "'main'" in str(caught.value.hint)
+            with _opened(store.path, run="main") as ckpt:
+                ckpt.save(2)
+    else:
+        (tmp_path / "store/runs/main").mkdir()
+    writer = WriterClient(store.path, "MAIN", seed=1, ring_bytes=1 << 16, slot_bytes=1 << 12,
+                          mode="thread", io=Folding())  # fmt: skip
+    with pytest.raises(InvalidInputError, match="ignores upper and lower"):
+        writer.ready(60)
+    writer.close(60)
+    assert os.listdir(tmp_path / "store/runs") == ["main"]
+    assert store.numbers("main") == ([1, 2] if when == "before" else [])
