@@ -35,8 +35,9 @@ def load(
     """The state of a step as new nested containers, every byte verified.
 
     Containers, key types and plain values come back exactly as saved; objects come back as what
-    their ``state_dict`` was. Tensors have the saved dtype, strides and bits, and share memory
-    exactly where the saved ones did. They are in host memory, whatever device they were saved
+    their ``state_dict`` was. Tensors have the saved dtype, order of dimensions and bits, and share
+    memory exactly where the saved ones did; gaps between elements that nothing saved looked at are
+    not there (a diagonal is contiguous). They are in host memory, whatever device they were saved
     from; `device`, one that has memory, moves them. The caller owns all of it: nothing refers to
     the store any more.
 

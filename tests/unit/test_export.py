@@ -277,6 +277,76 @@ def test_prefix_gives_the_part_itself(tmp_path: Path) -> None:
     assert list(torch.load(tmp_path / "first.pt")) == ["0.weight", "0.bias"]
 
 
+NESTED = {
+    "model": nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2))),
+    "model2": nn.Linear(1, 1),
+    "list": [{"a": torch.ones(1)}, {"a": torch.zeros(1)}],
+    "scaler": torch.amp.GradScaler("cpu", enabled=False),  # its state is an empty dict
+    "both": {"x/y": 1, "x.y": 2, "x": {"y": torch.ones(1)}},
+}
+
+
+@pytest.mark.parametrize(
+    ("prefix", "names"),
+    [("model/", ["0.bias", "0.weight", "1.0.bias", "1.0.weight"]),
+     ("model", ["0.bias", "0.weight", "1.0.bias", "1.0.weight"]),
+     ("model/1.", ["0.bias", "0.weight"]), ("model/1", ["0.bias", "0.weight"]),
+     ("model/1.0", ["bias", "weight"]), ("list/1", ["a"]), ("both/x/", ["y"])],
+)  # fmt: skip
+def test_a_prefix_ends_where_a_part_does_and_is_taken_off(
+    tmp_path: Path, prefix: str, names: list[str]
+) -> None:
+    """Names began with a slash, those of model2 came along, a torch file kept the beginning, an
+    item of a list came with its neighbours, and empty parts made the state "malformed"."""
+    save_state(tmp_path / "store", NESTED)
+    export(tmp_path / "store", tmp_path / "out.pt", "--prefix", prefix)
+    assert sorted(torch.load(tmp_path / "out.pt")) == names
+    export(tmp_path / "store", tmp_path / "out.safetensors", "--prefix", prefix)
+    assert sorted(load_file(tmp_path / "out.safetensors")) == names
+
+
+@pytest.mark.parametrize(
+    ("prefix", "told"),
+    [("mod", "nothing in this step lies below 'mod'"), ("model/0.weight", "which is one leaf"),
+     ("both/x", "may mean 'both/x/' or 'both/x.'")],
+)  # fmt: skip
+def test_a_prefix_that_ends_elsewhere_is_refused(tmp_path: Path, prefix: str, told: str) -> None:
+    save_state(tmp_path / "store", NESTED)
+    for name in ("out.pt", "out.safetensors"):
+        result = exported(tmp_path / "store", "main", tmp_path / name, "--prefix", prefix, code=2)
+        assert told in result.stderr
+        assert not (tmp_path / name).exists()
+
+
+@pytest.mark.parametrize("name", ["out.pt", "out.safetensors"])
+def test_what_does_not_fit_on_the_disk_is_refused_before_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Four terabytes of one repeated number filled the disk, and were then refused."""
+    save_state(tmp_path / "store", {"x": torch.ones(1).expand(1 << 40), "y": torch.ones(1 << 20)})
+    fields = [*os.statvfs(tmp_path)]
+    fields[2:5] = [1000, 500, 500]
+    monkeypatch.setattr(os, "fstatvfs", lambda _: os.statvfs_result(fields))
+    only = "y" if name.endswith("pt") else "x"
+    result = exported(
+        tmp_path / "store", "main", tmp_path / name, "--only", only, "--json", code=14
+    )
+    error = json.loads(result.stdout)["error"]
+    assert "are free" in error["message"]
+    assert error["context"]["errno"] == 28
+    assert [path.name for path in tmp_path.iterdir()] == ["store"]
+
+
+def test_a_replaced_file_keeps_its_permissions(tmp_path: Path) -> None:
+    save_state(tmp_path / "store", {"x": torch.ones(1)})
+    target = tmp_path / "out.pt"
+    target.write_bytes(b"old")
+    target.chmod(0o640)
+    export(tmp_path / "store", target, "--force")
+    assert stat.S_IMODE(target.stat().st_mode) == 0o640
+    assert torch.load(target)["x"].tolist() == [1.0]
+
+
 @pytest.mark.usefixtures("pieces")
 def test_every_dtype_and_stride_reads_back_from_torch_load(tmp_path: Path) -> None:
     state = {**of_each_dtype(2000), **strided(), "z": torch.randn(90, dtype=torch.complex128)}

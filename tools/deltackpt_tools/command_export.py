@@ -103,7 +103,7 @@ def _kind(output: str) -> str:
     "--prefix",
     default="",
     metavar="PATH",
-    help="Only what lies below PATH, which names then go without (for example 'model/').",
+    help="Only what lies below PATH, which names then go without ('model', 'model/encoder.').",
 )
 @click.option(
     "--only",

@@ -11,6 +11,7 @@ from deltackpt_store.errors import InvalidInputError, StateError
 from deltackpt_store.manifest import Commit, Snapshot, element_bytes
 
 from deltackpt_tools.progress import Progress
+from deltackpt_tools.publish import require_room
 from deltackpt_tools.safetensors_file import Entry, header, ordered, problem
 from deltackpt_tools.selection import Selection, flat_names
 from deltackpt_tools.structure import array_slots
@@ -81,6 +82,7 @@ def export_safetensors(
     except ValueError as error:
         raise InvalidInputError(str(error), hint="export fewer tensors with --only") from error
     total = sum(entry.nbytes for entry in entries)
+    require_room(file, total)
     with Progress("export", total) as progress:
         for entry in entries:
             written = 0

@@ -18,7 +18,8 @@ from deltackpt_tools.export_safetensors import Exported
 from deltackpt_tools.pickle_out import PickleOut
 from deltackpt_tools.pickle_values import ValueEmitter, torch_layout
 from deltackpt_tools.progress import Progress
-from deltackpt_tools.selection import INTERNAL, Selection
+from deltackpt_tools.publish import require_room
+from deltackpt_tools.selection import INTERNAL, Selection, key_of
 from deltackpt_tools.structure import (
     MAPPINGS,
     SEQUENCES,
@@ -49,13 +50,18 @@ class _Tree:
         self._keep = selection.slots
         self._views: dict[int, TensorView] = {view.slot: view for view in selection.tensors}
 
-    def below(self, node: Node, levels: int) -> Node:
-        """The only child with selected leaves, `levels` mappings down."""
-        for _ in range(levels):
-            if isinstance(node, int) or node[0] not in MAPPINGS:
-                break
-            (node,) = [child for _, child in entries(node) if self._kept(child)]
-        return node
+    def below(self, node: Node, prefix: str) -> Node:
+        """What lies below `prefix`: the only child with selected leaves, as often as it has parts;
+        a part that ends with a dot is taken off the keys."""
+        *parts, begun = prefix.split("/")
+        for _ in parts:
+            children = node[-1] if node[0] in SEQUENCES else [child for _, child in entries(node)]
+            (node,) = [child for child in children if self._holds(child)]
+        return _without_beginning(node, key_of(begun)) if begun else node
+
+    def _holds(self, node: Node) -> bool:
+        slots = [node] if isinstance(node, int) else slots_below(node)
+        return any(slot in self._keep for slot in slots)
 
     def node(self, node: Node) -> None:
         """Push a node that :func:`check_tree` has found well-formed."""
@@ -185,6 +191,17 @@ def _without_internal(root: Node) -> Node:
     return [*head, kept, *root[len(head) + 1 :]]
 
 
+def _without_beginning(node: Node, begun: str) -> Node:
+    """A mapping of what stands under keys that begin so, less that; a module's notes on its
+    modules go, as they are by their full names."""
+    kept = [
+        [key.removeprefix(begun), child]
+        for key, child in entries(node)
+        if isinstance(key, str) and key.startswith(begun)
+    ]
+    return [*(node[:2] if node[0] == "dd" else node[:1]), kept]
+
+
 def export_torch(
     file: BufferedRandom,
     commit: Commit,
@@ -202,7 +219,7 @@ def export_torch(
     try:
         root = _without_internal(parse_structure(snapshot.layout.structure))
         check_tree(root)
-        tree.node(tree.below(root, selection.prefix.count("/")))
+        tree.node(tree.below(root, selection.prefix))
     except (ValueError, TypeError, IndexError, KeyError, RecursionError) as error:
         if isinstance(error, DeltackptError):
             raise
@@ -210,6 +227,7 @@ def export_torch(
             f"malformed state structure: {type(error).__name__}: {error}", kind="structure"
         ) from error
     pickled = tree.out.finish()
+    require_room(file, storages.nbytes)
     with TorchArchive(file) as archive, Progress("export", storages.nbytes) as progress:
         archive.record("data.pkl", [pickled], len(pickled))
         archive.record("byteorder", [b"little"], 6)

@@ -7,12 +7,14 @@ already exists unless that was asked for.
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import signal
+import stat
 import threading
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from io import BufferedRandom
 from types import FrameType
 
@@ -25,6 +27,7 @@ from deltackpt_store.format_file import FORMAT_NAME
 from deltackpt_store.oserror import hint_for
 
 from deltackpt_tools.exits import Exit
+from deltackpt_tools.output import size
 
 
 def check_target(path: str, *, force: bool) -> None:
@@ -68,6 +71,18 @@ def cannot_write(error: OSError, path: str) -> StorageError:
     )  # fmt: skip
 
 
+def require_room(file: BufferedRandom, nbytes: int) -> None:
+    """OSError (no space) when the file system of `file` has no room for `nbytes` more.
+
+    What is known not to fit must not first take the room of everybody else on that disk.
+    """
+    disk = os.fstatvfs(file.fileno())
+    free = disk.f_frsize * (disk.f_bavail if os.geteuid() else disk.f_bfree)
+    told = disk.f_blocks > 0  # some file systems do not tell
+    if told and free < nbytes < 1 << 63:  # beyond, no disk would help
+        raise OSError(errno.ENOSPC, f"it takes {size(nbytes)}, and {size(free)} are free")
+
+
 def _exists(path: str) -> InvalidInputError:
     return InvalidInputError(
         f"{path} exists already",
@@ -105,8 +120,9 @@ def published(path: str, *, force: bool) -> Generator[BufferedRandom, None, None
 
     On any exception in the block (Ctrl-C and SIGTERM included) nothing of it remains, and a file
     that was at `path` before is untouched. Where a symbolic link is at `path` it is written what
-    that leads to. Durable on return. Raises InvalidInputError when `path` exists and not `force` or
-    lies in a store, StorageError when the file system refuses.
+    that leads to. A file that replaces another has its permissions. Durable on return. Raises
+    InvalidInputError when `path` exists and not `force` or lies in a store, StorageError when the
+    file system refuses.
     """
     check_target(path, force=force)
     told, path = path, os.path.realpath(path)
@@ -115,6 +131,7 @@ def published(path: str, *, force: bool) -> Generator[BufferedRandom, None, None
     with _unwinding_on_sigterm():
         try:
             with open(temporary, "x+b") as file:
+                _keep_permissions(file, path)
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
@@ -129,6 +146,12 @@ def published(path: str, *, force: bool) -> Generator[BufferedRandom, None, None
             if isinstance(error, OSError) and not isinstance(error, DeltackptError):
                 raise cannot_write(error, told) from error
             raise
+
+
+def _keep_permissions(file: BufferedRandom, replaced: str) -> None:
+    """What only some might read must not become readable to all by being written anew."""
+    with suppress(OSError):  # there is none, or the file system has no permissions
+        os.fchmod(file.fileno(), stat.S_IMODE(os.stat(replaced).st_mode))
 
 
 def _sync_folder(folder: str) -> None:

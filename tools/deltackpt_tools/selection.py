@@ -10,6 +10,7 @@ from deltackpt_store.manifest import Snapshot, TensorView
 
 from deltackpt_tools.nearness import matches, near, require_matches
 
+_ENDS = ("/", ".")  # of the parts of a path
 INTERNAL = "#"  # top-level keys that begin so belong to the library (random-number state, ...)
 
 
@@ -30,16 +31,13 @@ class Selection:
 
 def select(snapshot: Snapshot, prefix: str, globs: Sequence[str]) -> Selection:
     """Choose by path; NotFoundError (naming what is near) when nothing lies below `prefix`, or a
-    glob matches nothing of that, or only what is the library's own."""
+    glob matches nothing of that, or only what is the library's own.
+
+    A prefix ends where a part of a path does: ``model`` stands for ``model/``.
+    """
     layout = snapshot.layout
+    prefix = _whole_parts(prefix, layout.paths)
     below = [path for path in layout.paths if path.startswith(prefix)]
-    if not below:
-        raise NotFoundError(
-            f"nothing in this step lies below {prefix!r}",
-            kind="nothing-selected",
-            hint=near(prefix, layout.paths),
-            prefix=prefix,
-        )
     require_matches(globs, below, f"this step below {prefix!r}" if prefix else "this step")
     wanted: set[int] = set()
     internal: dict[str, None] = {}
@@ -64,6 +62,28 @@ def select(snapshot: Snapshot, prefix: str, globs: Sequence[str]) -> Selection:
     )
 
 
+def _whole_parts(prefix: str, paths: Sequence[str]) -> str:
+    """`prefix` with the ``/`` or ``.`` that ends its last part."""
+    ends = [prefix] if not prefix or prefix[-1] in _ENDS else [prefix + end for end in _ENDS]
+    found = [end for end in ends if any(path.startswith(end) for path in paths)]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise InvalidInputError(
+            f"the prefix {prefix!r} may mean {' or '.join(map(repr, found))}",
+            kind="ambiguous-prefix",
+            hint="write the one that is meant",
+            prefix=prefix,
+        )
+    alone = prefix in paths
+    raise NotFoundError(
+        f"nothing in this step lies below {prefix!r}" + (", which is one leaf" if alone else ""),
+        kind="nothing-selected",
+        hint=f"export it by --only {prefix!r}" if alone else near(prefix, paths),
+        prefix=prefix,
+    )
+
+
 def flat_names(snapshot: Snapshot, selection: Selection) -> dict[int, str]:
     """Slot -> name of each selected tensor: its path without the prefix, escapes undone.
 
@@ -73,7 +93,7 @@ def flat_names(snapshot: Snapshot, selection: Selection) -> dict[int, str]:
     taken: dict[str, str] = {}
     for view in selection.tensors:
         path = snapshot.layout.paths[view.slot]
-        name = "/".join(_key(part) for part in path.removeprefix(selection.prefix).split("/"))
+        name = "/".join(key_of(part) for part in path.removeprefix(selection.prefix).split("/"))
         if name in taken:
             raise InvalidInputError(
                 f"{taken[name]!r} and {path!r} would both be called {name!r}",
@@ -93,7 +113,7 @@ def flat_names(snapshot: Snapshot, selection: Selection) -> dict[int, str]:
     return names
 
 
-def _key(part: str) -> str:
+def key_of(part: str) -> str:
     """One step of a path as the key it stands for: quotes of number-like keys and ``~`` undone."""
     if len(part) > 1 and part[0] == part[-1] == '"':
         part = part[1:-1]
