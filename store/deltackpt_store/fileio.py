@@ -414,7 +414,13 @@ def publish_once(io: FileIO, path: str, data: Buffer) -> bool:
 
 def publish_file(io: FileIO, temporary: str, path: str) -> None:
     """Give an already synced temporary file its final name, durably, never overwriting."""
-    io.link(temporary, path)
+    try:
+        io.link(temporary, path)
+    except PermissionError as error:
+        if error.errno != errno.EPERM:
+            raise
+        # What the system says of FAT and the like.
+        raise OSError(errno.EOPNOTSUPP, "that file system makes no hard links", path) from error
     discard(io, temporary)
     io.sync_directory(os.path.dirname(path))
 

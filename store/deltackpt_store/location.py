@@ -121,9 +121,7 @@ def probe(io: FileIO, directory: str, *, other_process: bool = False) -> list[Pr
     try:
         return _Probe(io, folder).run(other_process)
     finally:
-        _remove(io, folder)
-        if alive is not None:
-            io.close(alive)
+        _remove(io, folder, alive)
 
 
 def _own_folder(io: FileIO, directory: str) -> tuple[str, int | None]:
@@ -139,14 +137,14 @@ def _own_folder(io: FileIO, directory: str) -> tuple[str, int | None]:
             # Who came at this moment may have taken it for a dead one's.
             if not tries or not isinstance(error, (BlockingIOError, FileNotFoundError)):
                 return folder, None
-            _remove(io, folder)
+            _remove(io, folder, None)
 
 
 def remove_dead_probes(io: FileIO, directory: str) -> None:
     """Remove what probes in `directory` left that were killed; best effort.
 
     One that is under way holds a lock in its folder: without its files it would find the file
-    system wanting. Folders without that file, of a probe where there are no locks, stay.
+    system wanting. One whose folder goes before it has that lock makes another.
     """
     with contextlib.suppress(OSError):
         for name in io.list(directory):
@@ -154,16 +152,25 @@ def remove_dead_probes(io: FileIO, directory: str) -> None:
             if not name.startswith(PROBE_PREFIX) or is_link(folder):
                 continue
             with contextlib.suppress(OSError):
-                handle = io.lock(f"{folder}/{_ALIVE}")
-                _remove(io, folder)
-                io.close(handle)
+                try:
+                    handle = io.lock(f"{folder}/{_ALIVE}")
+                except FileNotFoundError:
+                    io.rmdir(folder)  # only where it is empty
+                else:
+                    _remove(io, folder, handle)
 
 
-def _remove(io: FileIO, folder: str) -> None:
+def _remove(io: FileIO, folder: str, alive: int | None) -> None:
+    """Remove a folder with all that is in it, best effort; closes the lock in it."""
     with contextlib.suppress(OSError):
         for name in sorted(io.list(folder), key=_ALIVE.__eq__):  # the lock goes last
             with contextlib.suppress(OSError):
                 (io.rmdir if name == "dir" else io.unlink)(f"{folder}/{name}")
+    # Some file systems (NFS, FUSE) keep a file that is open under another name until it is closed.
+    with contextlib.suppress(OSError):
+        if alive is not None:
+            io.close(alive)
+    with contextlib.suppress(OSError):
         io.rmdir(folder)
 
 

@@ -21,6 +21,9 @@ RETIRED_SUFFIX = ".retired"
 LATEST = "latest"
 """In place of a step: the newest one."""
 
+OF_THE_SYSTEM = frozenset(("lost+found", ".ds_store", ".snapshot", "desktop.ini", "thumbs.db"))
+"""Names, in lower case, of what is in a folder without anybody having put it there."""
+
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}\Z")
 _NUMBER = re.compile(r"[0-9]{20}\Z")
 _PACK = re.compile(r"[0-9a-f]{16}-[0-9]{8}\Z")
@@ -30,8 +33,9 @@ _HEX = re.compile(r"[0-9a-f]{64}\Z")
 
 
 def is_name(name: str) -> bool:
-    """Whether `name` may be a run or pin name."""
-    return _NAME.match(name) is not None
+    """Whether `name` may be a run or pin name: not that of a file which some systems put into any
+    folder that they come across."""
+    return _NAME.match(name) is not None and name.lower() not in OF_THE_SYSTEM
 
 
 def check_name(name: str, what: str) -> str:

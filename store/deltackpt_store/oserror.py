@@ -9,11 +9,16 @@ from deltackpt_store.errors import StorageError
 from deltackpt_store.fileio import FileIO, is_link
 
 _FOLDERS = ("/manifests", "/packs")
+_NO_INODES = (
+    "no file can be made there, as all inodes are in use (`df -i`): delete files there, or, while"
+    " nothing has the store open, its folder cache; earlier steps are intact"
+)
+_FEW_INODES = 3  # a file that is made durable takes two for a moment
 _DISK = "the disk or its connection fails: check the system log, and verify the store"
 _SERVER = "the file server, or the connection to it, is gone: look at the mount, then try again"
 _HINTS = {
     errno.ENOSPC: "free some space on that file system; earlier steps are intact",
-    errno.EDQUOT: "the disk quota is used up; earlier steps are intact",
+    errno.EDQUOT: "the disk quota (of bytes, or of files) is used up; earlier steps are intact",
     errno.EROFS: "that file system is read-only: write to another place, or remount it",
     errno.EACCES: "check the owner and the permissions of that path",
     errno.EPERM: "check the owner and the permissions of that path",
@@ -30,6 +35,7 @@ _HINTS = {
     errno.ENOTDIR: "something else lies in the place of a folder: move that away",
     errno.EEXIST: "something else lies in its place: move that away",
     errno.ELOOP: "put the file or folder itself in place of the symbolic link",
+    errno.EOPNOTSUPP: "a store can only be read there: `deltackpt probe` shows what is lacking",
     errno.ENAMETOOLONG: "that path is longer than the file system allows",
 }
 
@@ -73,7 +79,20 @@ def hint_for(error: OSError, path: str = "") -> str | None:
             )
         if where.endswith("/runs"):
             return "the commits lie there: put that folder back from a copy of the store"
+    if error.errno == errno.ENOSPC and _no_inodes(where):
+        return _NO_INODES
     return _DISK if error.errno in _BAD_MEDIUM else _HINTS.get(error.errno)
+
+
+def _no_inodes(path: str) -> bool:
+    """Whether the file system of `path` has space, and no room for another file."""
+    while path not in ("", "/") and not os.path.isdir(path):
+        path = os.path.dirname(path)
+    try:
+        status = os.statvfs(path)
+    except OSError:
+        return False
+    return status.f_files > 0 and status.f_favail < _FEW_INODES and status.f_bavail > 0
 
 
 def _broken_link(path: str) -> str | None:

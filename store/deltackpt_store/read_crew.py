@@ -27,7 +27,7 @@ from deltackpt_store.descriptors import socket_pair
 from deltackpt_store.fetch import Request
 from deltackpt_store.fileio import FileIO
 from deltackpt_store.pack_set import PackSet
-from deltackpt_store.ring import GIL_FREE_BYTES, memory_file
+from deltackpt_store.ring import GIL_FREE_BYTES, memory_file, set_size
 
 _log = logging.getLogger("deltackpt.store")
 
@@ -71,7 +71,7 @@ class Helper:
         """Whether it has started."""
         memory = memory_file()
         try:
-            os.ftruncate(memory, AREAS * AREA_BYTES)
+            set_size(memory, AREAS * AREA_BYTES)
             shared = memoryview(mmap.mmap(memory, AREAS * AREA_BYTES))
             ours, theirs = socket_pair()
             with ours, theirs:

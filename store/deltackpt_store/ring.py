@@ -39,6 +39,11 @@ MAX_SLOTS = 1 << 20
 GIL_FREE_BYTES = 65536
 """From here on bytes are copied without the GIL; fewer are cheaper to copy than to hand over."""
 
+_NOEXEC_SEAL = 8
+"""MFD_NOEXEC_SEAL: systems may refuse memory files that could be executed (vm.memfd_noexec)."""
+
+_NO_MEMORY_FILES = frozenset((errno.EINVAL, errno.EACCES, errno.EPERM, errno.ENOSYS))
+
 _FAULT_AROUND = 65536
 """How far apart to look at memory so that each page fault maps its neighbours, too."""
 
@@ -72,7 +77,7 @@ class Ring:
         try:
             slots = _slots(ring_bytes, slot_bytes)
             fd = memory_file() if fd < 0 else fd
-            _set_size(fd, slots * slot_bytes)
+            set_size(fd, slots * slot_bytes)
             return cls(fd, slots, slot_bytes)
         except BaseException as error:
             if fd >= 0:
@@ -234,22 +239,38 @@ def _slots(ring_bytes: int, slot_bytes: int) -> int:
 
 def _no_ring(what: str, error: BaseException) -> StorageError:
     number = error.errno if isinstance(error, OSError) else None
-    ways = {errno.EMFILE: "raise `ulimit -n`", errno.EFBIG: "raise `ulimit -f`"}
+    ways = {
+        errno.EMFILE: "raise `ulimit -n`",
+        errno.EFBIG: "raise `ulimit -f`",
+        errno.ENOENT: "set TMPDIR to a folder that can be written to",
+    }
     hint = ways.get(number or 0, "choose a smaller ring_bytes")
     return StorageError(f"{what}: {error}", errno=number, hint=hint)
 
 
 def memory_file() -> int:
-    """Anonymous shared memory of no size yet, as a close-on-exec descriptor. OSError."""
-    if not hasattr(os, "memfd_create"):
-        with tempfile.TemporaryFile(prefix="deltackpt-ring-") as file:
-            return above_standard(os.dup(file.fileno()))
-    return above_standard(os.memfd_create("deltackpt-ring", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
+    """Anonymous shared memory of no size yet, as a close-on-exec descriptor. OSError.
 
-
-def _set_size(memory: int, size: int) -> None:
-    """Give a memory file its size, for good."""
-    os.ftruncate(memory, size)
-    # A sealed size: neither side can make the other die of SIGBUS by truncating the file.
+    An unlinked temporary file where the system has no memory files, or a sandbox refuses them.
+    """
     if hasattr(os, "memfd_create"):
+        plain = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+        for flags in (plain | _NOEXEC_SEAL, plain):
+            try:
+                return above_standard(os.memfd_create("deltackpt-ring", flags))
+            except OSError as error:
+                if error.errno not in _NO_MEMORY_FILES:
+                    raise
+    with tempfile.TemporaryFile(prefix="deltackpt-ring-") as file:
+        return above_standard(os.dup(file.fileno()))
+
+
+def set_size(memory: int, size: int) -> None:
+    """Give a memory file its size, for good. OSError."""
+    os.ftruncate(memory, size)
+    try:
+        # A sealed size: neither side can make the other die of SIGBUS by truncating the file.
         fcntl.fcntl(memory, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+    except (OSError, AttributeError):
+        # A file: who writes through a mapping when its disk is full dies of SIGBUS, too.
+        os.posix_fallocate(memory, 0, size)

@@ -52,6 +52,7 @@ from deltackpt_store.manifest_io import (
     digest_of,
     resolve,
 )
+from deltackpt_store.names import OF_THE_SYSTEM
 from deltackpt_store.no_store import looks_like_a_store, not_a_store
 from deltackpt_store.oserror import DAMAGE, storage_error
 from deltackpt_store.pack_set import PackSet
@@ -59,7 +60,6 @@ from deltackpt_store.reader import ChunkReader
 
 DIRECTORIES = ("packs", "manifests", "runs", "pins", "gc", "quarantine")
 _OWN = frozenset((*DIRECTORIES, "cache"))
-_OF_THE_SYSTEM = frozenset(("lost+found", ".DS_Store", ".snapshot"))  # in an empty directory, too
 _BASES_KEPT = 2
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # also as pathlib writes it, with one slash
 
@@ -363,7 +363,7 @@ def _refuse_foreign(io: FileIO, path: str) -> None:
         name
         for name in names
         if not name.startswith((TEMPORARY_PREFIX, ".nfs"))
-        and name not in _OF_THE_SYSTEM
+        and name.lower() not in OF_THE_SYSTEM
         and not (name in _OWN and not any(map(_is_foreign, io.list(f"{path}/{name}"))))
     ]
     if foreign and not io.exists(f"{path}/{FORMAT_NAME}"):

@@ -175,9 +175,12 @@ def test_other_files_in_a_run_are_ignored(small: SmallStore) -> None:
     for name in (".lock", ".tmp-1234-x", "2", "00000000000000000002.bak", ".DS_Store",
                  "0000000000000000000\uff12"):  # fmt: skip
         (run / name).write_bytes(b"junk")
-    (Path(small.path) / "runs" / ".DS_Store").write_bytes(b"junk")
+    for name in (".DS_Store", "desktop.ini", "Thumbs.db"):
+        (Path(small.path) / "runs" / name).write_bytes(b"junk")
+        (Path(small.path) / "pins" / name).write_bytes(b"junk")
     assert small.store.steps("main") == [1]
     assert small.store.runs() == ["main"]
+    assert not small.store.pins()
 
 
 # damage of what lists steps ---------------------------------------------------------------------

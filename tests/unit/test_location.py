@@ -13,9 +13,10 @@ from command_line import run
 from deltackpt_store import location
 from deltackpt_store import store as store_module
 from deltackpt_store.errors import InvalidInputError, StorageError
-from deltackpt_store.fileio import FileIO
+from deltackpt_store.fileio import FileIO, publish_bytes
 from deltackpt_store.gc import collect
 from deltackpt_store.location import Primitive, check_location, probe
+from deltackpt_store.oserror import storage_error
 from deltackpt_store.store import Store
 
 
@@ -254,3 +255,53 @@ def test_probe_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     result = run("probe", tmp_path / "not yet")
     assert result.exit_code == 14
     assert not (tmp_path / "not yet").exists()
+
+
+class Clinging(FileIO):
+    """A file that is open stays, under another name, when it is removed: NFS, FUSE."""
+
+    def __init__(self) -> None:
+        self._open: dict[int, str] = {}
+
+    def lock(self, path: str, *, create: bool = False) -> int:
+        handle = super().lock(path, create=create)
+        self._open[handle] = path
+        return handle
+
+    def close(self, handle: int) -> None:
+        path = self._open.pop(handle, None)
+        super().close(handle)
+        if path is not None and os.path.exists(path + ".hidden"):
+            os.unlink(path + ".hidden")
+
+    def unlink(self, path: str) -> None:
+        if path in self._open.values():
+            os.rename(path, path + ".hidden")
+        else:
+            super().unlink(path)
+
+
+def test_nothing_stays_where_open_files_do(tmp_path: Path) -> None:
+    probe(Clinging(), str(tmp_path))
+    assert not os.listdir(tmp_path)
+    (tmp_path / "probe-0123456789ab").mkdir()  # left there all the same
+    probe(FileIO(), str(tmp_path))
+    assert not os.listdir(tmp_path)
+
+
+def publish_in(store: Store) -> None:
+    try:
+        publish_bytes(store.io, f"{store.path}/pins/p", b"x")
+    except OSError as error:
+        raise storage_error(error, "write the pin", f"{store.path}/pins/p") from error
+
+
+def test_a_place_without_hard_links_is_called_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FAT says "not permitted", which is no matter of anybody's permissions."""
+    store = Store.create(tmp_path / "store")
+    monkeypatch.setattr(FileIO, "link", Weak("links").link)
+    with pytest.raises(StorageError, match="no hard links") as caught:
+        publish_in(store)
+    assert "deltackpt probe" in (caught.value.hint or "")

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -226,3 +227,16 @@ def test_links_that_lead_nowhere_are_named(tmp_path: Path) -> None:
     for code in (errno.ENOTDIR, errno.EEXIST):
         found = OSError(code, os.strerror(code), str(tmp_path))
         assert "something else lies" in str(storage_error(found, "list", str(tmp_path)).hint)
+
+
+def test_no_inodes_and_no_space_are_told_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def status(free: int) -> Callable[[str], SimpleNamespace]:
+        return lambda _: SimpleNamespace(f_files=100, f_favail=free, f_bavail=5)
+
+    path = str(tmp_path / "none" / "file")
+    for free, inodes in ((0, True), (50, False)):
+        monkeypatch.setattr(os, "statvfs", status(free))
+        error = storage_error(OSError(errno.ENOSPC, "No space left on device"), "write", path)
+        assert ("inodes" in str(error.hint)) == inodes

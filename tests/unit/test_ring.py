@@ -50,13 +50,41 @@ def test_descriptor_is_closed_on_exec() -> None:
         assert fcntl.fcntl(ring.fd, fcntl.F_GETFD) & fcntl.FD_CLOEXEC
 
 
-def test_without_memory_files_an_unlinked_file_serves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(os, "memfd_create")
+@pytest.mark.parametrize("number", [None, errno.ENOSYS, errno.EPERM, errno.EACCES])
+def test_without_memory_files_an_unlinked_file_serves(
+    monkeypatch: pytest.MonkeyPatch, number: int | None
+) -> None:
+    """Systems without them, and sandboxes that refuse them."""
+
+    def refuse(*args: object) -> int:
+        raise OSError(number, "refused")
+
+    if number is None:
+        monkeypatch.delattr(os, "memfd_create")
+    else:
+        monkeypatch.setattr(os, "memfd_create", refuse)
     with Ring.create(2 * SLOT, SLOT) as ours, Ring.attach(os.dup(ours.fd), 2, SLOT) as theirs:
         ours.view(1)[:4] = b"here"
         assert bytes(theirs.view(1)[:4]) == b"here"
         assert fcntl.fcntl(ours.fd, fcntl.F_GETFD) & fcntl.FD_CLOEXEC
         assert os.fstat(ours.fd).st_nlink == 0
+        # A mapping that is written to when the disk is full would kill the process.
+        assert os.fstat(ours.fd).st_blocks * 512 >= 2 * SLOT
+
+
+def test_memory_files_that_must_not_be_executable_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vm.memfd_noexec=2 refuses all others; older systems do not know them."""
+    real = os.memfd_create
+    for bad in (lambda flags: not flags & 8, lambda flags: flags & 8):  # pyright: ignore[reportUnknownLambdaType, reportUnknownVariableType, reportUnknownMemberType]
+
+        def make(name: str, flags: int, bad: Callable[[int], object] = bad) -> int:
+            if bad(flags):
+                raise OSError(errno.EACCES if flags & 8 == 0 else errno.EINVAL, "refused")
+            return real(name, flags & ~8)
+
+        monkeypatch.setattr(os, "memfd_create", make)
+        with Ring.create(SLOT, SLOT) as ring, pytest.raises(OSError, match="not permitted"):
+            os.ftruncate(ring.fd, 4 * SLOT)  # it is sealed, and no file on a disk
 
 
 @pytest.mark.parametrize("slots", [1, 2, 5])

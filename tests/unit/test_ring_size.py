@@ -86,22 +86,28 @@ def test_a_whole_state_is_staged_without_waiting_for_the_disk(
     assert wanted <= 1.15 * total
 
 
-def machine(root: Path, cgroup: str, limits: dict[str, tuple[str, int, int]]) -> str:
+def machine(root: Path, cgroup: str, limits: dict[str, tuple[str, int, int]], version: int) -> str:
     """A machine of 1000 MiB free; by cgroup its limit, what it uses, and what of that are files."""
     (root / "proc/self").mkdir(parents=True)
     (root / "proc/meminfo").write_text("MemTotal: 4096000 kB\nMemAvailable: 1024000 kB\n")
-    (root / "proc/self/cgroup").write_text(f"4:memory:/old\n0::{cgroup}\n")
+    old, new = (cgroup, "/") if version == 1 else ("/old", cgroup)
+    (root / "proc/self/cgroup").write_text(f"9:cpu,memory:{old}\n3:pids:/x\n0::{new}\n")
     for path, (limit, used, files) in limits.items():
-        folder = root / f"sys/fs/cgroup{path}"
+        folder = root / f"sys/fs/cgroup{'/memory' if version == 1 else ''}{path}"
         folder.mkdir(parents=True)
-        (folder / "memory.max").write_text(f"{limit}\n")
-        (folder / "memory.current").write_text(f"{used}\n")
+        names = ("limit_in_bytes", "usage_in_bytes") if version == 1 else ("max", "current")
+        unlimited = str((1 << 63) - 4096) if version == 1 else "max"
+        (folder / f"memory.{names[0]}").write_text(f"{limit.replace('max', unlimited)}\n")
+        (folder / f"memory.{names[1]}").write_text(f"{used}\n")
+        total = "total_" if version == 1 else ""
         (folder / "memory.stat").write_text(
-            f"anon {used - files}\ninactive_file {files - files // 4}\nactive_file {files // 4}\n"
+            f"anon {used - files}\n{total}inactive_file {files - files // 4}\n"
+            f"{total}active_file {files // 4}\n"
         )
     return str(root)
 
 
+@pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize(
     ("cgroup", "limits", "free"),
     [
@@ -114,11 +120,11 @@ def machine(root: Path, cgroup: str, limits: dict[str, tuple[str, int, int]]) ->
     ],
 )  # fmt: skip
 def test_memory_is_what_machine_and_cgroups_leave_with_the_page_cache_given_up(
-    tmp_path: Path, cgroup: str, limits: dict[str, tuple[str, int, int]], free: int
+    tmp_path: Path, cgroup: str, limits: dict[str, tuple[str, int, int]], free: int, version: int
 ) -> None:
     """Prevents: a ring of 32 MiB for a large state, because a container's data loader has filled
     its page cache; and a job killed for memory that its cgroup does not have."""
-    assert available_bytes(machine(tmp_path, cgroup, limits)) == free * MEBI
+    assert available_bytes(machine(tmp_path, cgroup, limits, version)) == free * MEBI
 
 
 def test_memory_of_a_machine_that_does_not_say(tmp_path: Path) -> None:

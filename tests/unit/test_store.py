@@ -134,7 +134,9 @@ def test_create_refuses_a_directory_with_something_else_in_it(tmp_path: Path) ->
     assert listing(tmp_path) == before
 
 
-@pytest.mark.parametrize("name", ["lost+found", ".DS_Store", ".nfs00000000deadbeef", ".snapshot"])
+@pytest.mark.parametrize(
+    "name", ["lost+found", ".DS_Store", ".nfs00000000deadbeef", ".snapshot", "Thumbs.db"]
+)
 def test_what_file_systems_put_into_an_empty_directory_is_no_obstacle(
     tmp_path: Path, name: str
 ) -> None:
