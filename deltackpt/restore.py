@@ -148,7 +148,7 @@ def restore_into(
     )  # fmt: skip
     if held is not None:
         held.release()
-    elif runs := store.runs():
+    if restored is None and (runs := store.runs()):
         _log.warning(
             "nothing is restored: store %s has no step of run %r (its runs are %s)",
             store.path, run, ", ".join(runs),

@@ -377,8 +377,10 @@ def test_a_read_error_at_any_call_changes_nothing_or_restores(
 # what is around ---------------------------------------------------------------------------------
 
 
-def test_a_read_only_store_of_another_user(keeper: Keeper, monkeypatch: pytest.MonkeyPatch) -> None:
-    # case 85: restore needs to read, and nothing else
+def test_a_read_only_store_of_another_user(
+    keeper: Keeper, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    # case 85: restore needs to read, and nothing else, and does not say that it restored nothing
     keeper.save(numbered(1), 1)
 
     def forbid(*args: Any, **kwargs: Any) -> Any:
@@ -398,6 +400,7 @@ def test_a_read_only_store_of_another_user(keeper: Keeper, monkeypatch: pytest.M
         back(keeper, state)
         assert_step(state, 1)
         assert_step(load(keeper.path), 1)
+        assert not caplog.records
     finally:
         for path in files:
             path.chmod(0o755 if path.is_dir() else 0o644)
