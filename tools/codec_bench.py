@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 import codec_states
 import numpy as np
 from deltackpt_store import codecs, coding_policy
+from deltackpt_store.coding.by_exponent import encode_by_exponent
 from deltackpt_store.coding.elements import (
     difference,
     element_width,
@@ -53,6 +54,7 @@ SINGLE: dict[str, tuple[int, Encode]] = {
     "delta lz4": (codecs.DELTA, lambda a, b, w: encode_delta(a, b, w, "lz4")),
     "delta zstd": (codecs.DELTA, lambda a, b, w: encode_delta(a, b, w, "zstd")),
     "sparse zstd": (codecs.SPARSE, lambda a, b, w: encode_sparse(a, b, w, "zstd")),
+    "sorted zstd": (codecs.SORTED, lambda a, b, w: encode_by_exponent(a, b, w, "zstd")),
 }
 
 
@@ -173,7 +175,7 @@ def measure(name: str, sample: int) -> dict[str, Any]:
                 best += sum(len(p.now) for p in mine) / top
             classes[kind] = row
         whole: dict[str, Any] = {"changed": changed / total, "best single": total / max(best, 1)}
-        for mode in ("auto", "fast"):
+        for mode in ("auto", "fast", "small"):
             stored, spent = measure_auto(pairs, mode)
             kept = sum(stored.values())
             derived = kept - stored.get("bf16", 0)
@@ -192,12 +194,13 @@ def measure(name: str, sample: int) -> dict[str, Any]:
 
 
 def _print(name: str, distance: int, whole: dict[str, Any], classes: dict[str, Any]) -> None:
-    auto, fast = whole["auto"], whole["fast"]
+    auto, fast, small = whole["auto"], whole["fast"], whole["small"]
     derived = f", bf16 derived {auto['bf16 derived']:.2f}" if "bf16 derived" in auto else ""
     print(
         f"\n{name}, {distance} steps: auto {auto['ratio']:.3f}x at {auto['encode']:.2f} GB/s"
         f"{derived};"
-        f" fast {fast['ratio']:.3f}x at {fast['encode']:.2f} GB/s; best single codec by class"
+        f" fast {fast['ratio']:.3f}x at {fast['encode']:.2f} GB/s;"
+        f" small {small['ratio']:.3f}x at {small['encode']:.2f} GB/s; best single codec by class"
         f" {whole['best single']:.3f}x; {whole['changed']:.1%} of bytes in changed chunks"
     )
     print(f"| class | changed | bound | {' | '.join(SINGLE)} | auto |")

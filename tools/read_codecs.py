@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import struct
 from io import BytesIO
@@ -84,8 +85,19 @@ def settled(values: Any) -> Any:
     return np.where(np.isnan(values), np.uint32(0x7FC00000), values.view("<u4")).view("<f4")
 
 
+def by_class(table: BytesIO, data: BytesIO, values: list[int], width: int) -> bytes:
+    bounds = take(table, take(table, 1)[0])
+    classes = [bisect.bisect(bounds, v >> {2: 7, 4: 23, 8: 52}[width] & 255) for v in values]
+    for number in range(len(bounds) + 1):
+        places = [place for place, found in enumerate(classes) if found == number]
+        if places:
+            for place, code in zip(places, planes(table, data, len(places), width), strict=True):
+                values[place] = (values[place] + (code >> 1 ^ -(code & 1))) % (1 << 8 * width)
+    return b"".join(v.to_bytes(width, "little") for v in values)
+
+
 def decode(codec: int, params: bytes, payload: bytes, raw: int, refs: list[bytes]) -> bytes:
-    check(codec < 6, f"codec {codec} is unknown")
+    check(codec < 7, f"codec {codec} is unknown")
     table, data = BytesIO(params), BytesIO(payload)
     if codec in (0, 4):
         return rounded(table, raw, refs) if codec else payload
@@ -94,6 +106,8 @@ def decode(codec: int, params: bytes, payload: bytes, raw: int, refs: list[bytes
         width, reference = 4, replayed(width, data, refs)
     count, place = raw // width, -1
     values = (integers(reference, width) + [0] * count)[:count]
+    if codec == 6:
+        return by_class(table, data, values, width) + take(data, raw % width)
     changed, gap_width = (leb128(table), take(table, 1)[0]) if codec == 3 else (count, 0)
     gaps = planes(table, data, changed, gap_width) if codec == 3 else [0] * count
     for gap, code in zip(gaps, planes(table, data, changed, width), strict=True):

@@ -11,6 +11,8 @@ checks it after decoding. Codec ids are part of the format and never reused:
     4  cast    nothing: the elements are float32 ones of the references, rounded to 16 bits
                (coding/cast.py)
     5  adam    the difference to what optimizer steps make of the references  (coding/adam.py)
+    6  sorted  delta with elements sorted by the exponents of the reference
+               (coding/by_exponent.py)
 
 What is tried for a chunk that resembles an earlier one is decided in
 :mod:`deltackpt_store.coding_policy`.
@@ -23,6 +25,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from deltackpt_store.coding.adam import decode_adam
+from deltackpt_store.coding.by_exponent import decode_by_exponent
 from deltackpt_store.coding.cast import decode_cast
 from deltackpt_store.coding.elements import element_width as element_width
 from deltackpt_store.coding.planes import decode_delta, decode_planes, encode_planes
@@ -37,6 +40,7 @@ DELTA = 2
 SPARSE = 3
 CAST = 4
 ADAM = 5
+SORTED = 6
 
 MODES = ("auto", "fast", "small", "none")
 
@@ -157,3 +161,4 @@ register(Codec(DELTA, "delta", decode_delta))
 register(Codec(SPARSE, "sparse", decode_sparse))
 register(Codec(CAST, "cast", decode_cast))
 register(Codec(ADAM, "adam", decode_adam))
+register(Codec(SORTED, "sorted", decode_by_exponent))

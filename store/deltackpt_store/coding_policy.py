@@ -19,7 +19,8 @@ import time
 from typing import NamedTuple
 
 from deltackpt_store import codecs
-from deltackpt_store.codecs import DELTA, PLANES, RAW, SPARSE, WORTH, Encoded
+from deltackpt_store.codecs import DELTA, PLANES, RAW, SORTED, SPARSE, WORTH, Encoded
+from deltackpt_store.coding.by_exponent import encode_by_exponent
 from deltackpt_store.coding.elements import element_width
 from deltackpt_store.coding.planes import Coded, encode_delta, encode_planes
 from deltackpt_store.coding.sparse import encode_sparse
@@ -110,6 +111,8 @@ def _try(
         return None
     if candidate == DELTA:
         return encode_delta(raw, reference, plan.width, plan.entropy, noise)
+    if candidate == SORTED:
+        return encode_by_exponent(raw, reference, plan.width, plan.entropy)
     return encode_sparse(raw, reference, plan.width, plan.entropy)
 
 
@@ -207,6 +210,8 @@ class CodingPolicy:
         candidates = (PLANES, DELTA, SPARSE) if reference else (PLANES,)
         if width == 8:
             candidates = candidates[:2]  # doubles never repeat sparsely enough to pay for a try
+        if self.mode == "small" and reference:
+            candidates += (SORTED,)  # half as quick as the others, to write and to read
         self._adopt(known, stream, dtype, candidates)
         unknown = any(candidate not in known.share for candidate in candidates)
         known.since += 1

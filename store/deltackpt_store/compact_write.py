@@ -27,6 +27,9 @@ BATCH_BYTES = 16 * 1024 * 1024
 FLUSH_BYTES = 256 * 1024 * 1024
 WORTH = {"auto": 0.8, "small": codecs.WORTH}
 """By codec, the most that a chunk coded by itself may take of its size; see `coding_policy`."""
+_WITH_REFERENCE = (codecs.PLANES, codecs.DELTA, codecs.SPARSE)
+_RECODINGS = {"auto": _WITH_REFERENCE, "small": (*_WITH_REFERENCE, codecs.SORTED)}
+"""By codec, what is tried for a chunk beside its reference."""
 
 _SAMPLE = 8  # chunks of a family that decide what the family is coded against
 
@@ -59,7 +62,7 @@ class Rewriter:
         self._writer = writer
         self._catalogue = catalogue
         self._plan = plan
-        self._worth = WORTH[codec]
+        self._codec = codec
         self._progress = progress
         self._between = between
         self._reader = store.reader()
@@ -111,11 +114,9 @@ class Rewriter:
         self, group: int, raw: memoryview, reference: memoryview | None = None, against: int = -1
     ) -> codecs.Encoded:
         dtype = str(self._plan.dtypes[group])
-        tries = (
-            (codecs.PLANES,) if reference is None else (codecs.PLANES, codecs.DELTA, codecs.SPARSE)
-        )
+        tries = (codecs.PLANES,) if reference is None else _RECODINGS[self._codec]
         # What was small beside the old base must not become raw because of a threshold.
-        worth = self._worth if reference is None else codecs.WORTH
+        worth = WORTH[self._codec] if reference is None else codecs.WORTH
         plan = coding_policy.Plan(
             tries, element_width(dtype), "zstd", (0,) * len(tries), worth, probe=True
         )

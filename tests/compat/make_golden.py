@@ -139,6 +139,13 @@ def codecs_run(golden: Golden) -> None:
             Blob(codecs.DELTA, values[::-1].tobytes()[:601], width, "zstd", shorter),
             Blob(codecs.DELTA, (values + 1).tobytes()[:601], width, "lz4", base),
         ]
+    for width in (2, 4, 8):
+        floats = rng.standard_normal(150).astype(f"<f{width}")
+        moved = (floats * 1.001).tobytes() + b"end"
+        blobs += [
+            Blob(codecs.RAW, floats.tobytes()),
+            Blob(codecs.SORTED, moved, width, "zstd", floats.tobytes()),
+        ]
     for values, few in ((3, 40), (15, 40)):
         skewed = rng.integers(60, 60 + values, 1500, np.uint8)
         skewed[::few] = rng.integers(0, 256, len(skewed[::few]), np.uint8)
@@ -197,7 +204,8 @@ def main(top: Path) -> None:
         "shards": {"root": shards.root.hex(), "w": whole, "whole": [1200], "offsets": [600]},
         "steps": golden.steps,
     }
-    shutil.rmtree(golden.path / "cache", ignore_errors=True)
+    for folder in ("cache", "gc"):  # what reading leaves, and no part of a store that is copied
+        shutil.rmtree(golden.path / folder, ignore_errors=True)
     for leftover in [*golden.path.rglob(".lock"), *golden.path.glob("gc/*")]:
         shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
     text = json.dumps(expected, indent=None, separators=(",", ":"))

@@ -188,6 +188,9 @@ def coded_blobs() -> list[Blob]:
                     near[1] ^= 1
                     blobs.append(Blob(codecs.DELTA, bytes(near), width, entropy, reference))
                     near[2] ^= 1
+                    if width > 1:
+                        near[3] ^= 1
+                        blobs.append(Blob(codecs.SORTED, bytes(near), width, entropy, reference))
                     if reference is longer:
                         blobs.append(Blob(codecs.SPARSE, bytes(near), width, entropy, reference))
     return [*blobs, *rounded_blobs(600), *replayed_blobs(301, 3)]

@@ -158,6 +158,7 @@ NEAR = (np.frombuffer(SMOOTH, np.uint32) + (np.arange(1024) % 9 == 0)).astype(np
 BLOBS = [
     Blob(codecs.RAW, NOISE), Blob(codecs.PLANES, SMOOTH, 4), Blob(codecs.PLANES, SMOOTH, 4, "lz4"),
     Blob(codecs.DELTA, NEAR, 4, "zstd", SMOOTH), Blob(codecs.SPARSE, NEAR, 4, "zstd", SMOOTH),
+    Blob(codecs.SORTED, NEAR, 4, "zstd", SMOOTH),
 ]  # fmt: skip
 
 

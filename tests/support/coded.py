@@ -9,6 +9,7 @@ from blake3 import blake3
 from deltackpt_store import codecs
 from deltackpt_store.coding import adam, cast
 from deltackpt_store.coding.adam import Betas, Step
+from deltackpt_store.coding.by_exponent import encode_by_exponent
 from deltackpt_store.coding.planes import encode_delta, encode_planes
 from deltackpt_store.coding.sparse import encode_sparse
 from deltackpt_store.coding.streams import Entropy
@@ -44,6 +45,8 @@ def encode(blob: Blob) -> codecs.Encoded:
         coded = encode_delta(raw, reference, blob.width, blob.entropy)
     elif blob.codec == codecs.SPARSE:
         coded = encode_sparse(raw, reference, blob.width, blob.entropy)
+    elif blob.codec == codecs.SORTED:
+        coded = encode_by_exponent(raw, reference, blob.width, blob.entropy)
     else:
         raise AssertionError(f"no test knows how to write codec {blob.codec}")
     assert coded is not None

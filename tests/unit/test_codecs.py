@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import pytest
 from deltackpt_store import codecs
+from deltackpt_store.coding.by_exponent import encode_by_exponent
 from deltackpt_store.coding.planes import Coded, encode_delta, encode_planes
 from deltackpt_store.coding.sparse import encode_sparse
 from deltackpt_store.coding.streams import Entropy
@@ -32,8 +33,9 @@ ENCODERS: dict[int, Encode] = {
     codecs.PLANES: lambda raw, ref, width, entropy: encode_planes(raw, width, entropy),
     codecs.DELTA: encode_delta,
     codecs.SPARSE: encode_sparse,
+    codecs.SORTED: encode_by_exponent,
 }
-WITH_REFERENCE = {codecs.DELTA, codecs.SPARSE}
+WITH_REFERENCE = {codecs.DELTA, codecs.SPARSE, codecs.SORTED}
 RAW_SIZE_SLACK = 64  # parameters and bytes of bookkeeping, never more than that above raw
 
 

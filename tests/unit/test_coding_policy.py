@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 from deltackpt_store import coding_policy
-from deltackpt_store.codecs import DELTA, PLANES, RAW, SPARSE, Encoded
+from deltackpt_store.codecs import DELTA, PLANES, RAW, SORTED, SPARSE, Encoded
 from deltackpt_store.coding_policy import CodingPolicy, Outcome, Plan, encode
 from deltackpt_store.errors import InvalidInputError
 
@@ -201,3 +201,10 @@ def test_small_chunks_and_chunks_without_a_name() -> None:
     assert policy.plan("a", 4096, "float32", reference=False).tries == ()
     assert policy.plan("", SIZE, "float32", reference=True).tries == (PLANES, DELTA, SPARSE)
     assert policy.plan("", SIZE, "float32", reference=True).probe
+
+
+def test_small_sorts_by_exponent_as_well() -> None:
+    base, now = moved(0), moved(2e-5)
+    for mode, found in (("auto", DELTA), ("small", SORTED)):
+        policy = CodingPolicy(mode)
+        assert many(policy, 10, now, base)[-1] == found

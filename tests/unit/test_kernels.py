@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from deltackpt_store.coding import adam, cast, elements, kernels, symbols
 from deltackpt_store.coding.arithmetic import exact
+from deltackpt_store.coding.by_exponent import decode_by_exponent, encode_by_exponent
 from deltackpt_store.coding.kernels import Stream
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -128,6 +129,49 @@ def test_one_code_and_one_other_for_all(per_byte: int, code: int) -> None:
     packed = bytes((code,)) * -(-5001 // per_byte)  # the last byte has codes that do not count
     others = either_way(lambda: symbols.count_others(packed, per_byte, 5001))
     assert others == [5001 if code else 0] * 2
+
+
+@given(st.sampled_from((2, 4, 8)), LENGTHS.filter(bool), st.integers(0, 9), st.integers(0, 40))
+@settings(max_examples=60)
+def test_sorting_by_exponent(width: int, count: int, seed: int, spread: int) -> None:
+    rng = np.random.default_rng(seed)
+    floats = (rng.standard_normal(count) * 2.0 ** rng.integers(-spread - 1, 1, count)).astype("<f4")
+    reference = np.resize(floats.view(np.uint8), count * width + 1)[1:].tobytes()
+    raw = bytearray(reference)
+    raw[::width] = rng.integers(0, 256, count, np.uint8).tobytes()
+
+    def coded() -> Any:
+        made = encode_by_exponent(memoryview(raw), memoryview(reference), width, "zstd")
+        return made and (made.params, b"".join(made.payload), made.stored)
+
+    native, plain = either_way(coded)
+    assert native == plain
+    if native is None:
+        return
+
+    def decoded() -> bytes:
+        out = bytearray(len(raw))
+        decode_by_exponent(
+            native[0], memoryview(native[1]), memoryview(out), [memoryview(reference)]
+        )
+        return bytes(out)
+
+    assert either_way(decoded) == [raw] * 2
+
+
+def test_a_reference_that_changes_meanwhile_leads_nowhere_else() -> None:
+    """Counts that do not belong to the reference: wrong values, and no memory but that given."""
+    if kernels.native is None:
+        pytest.skip("NumPy checks its indices")
+    base = np.full(1000, 0x3F800000, "<u4")
+    room = np.full(1200, 7, "<u4")
+    class_of = np.arange(256, dtype=np.uint8)
+    starts = [999] * 257  # the class begins at the last place
+    kernels.native.unsort(base, base, 23, class_of, starts, room[100:1100])
+    sorted_ = kernels.native.sort(base, base, 23, class_of, starts)
+    assert len(sorted_) == 1000
+    assert (room[:100] == 7).all()
+    assert (room[1100:] == 7).all()
 
 
 def test_rounding() -> None:

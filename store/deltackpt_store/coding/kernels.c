@@ -296,6 +296,40 @@ JOIN(uint16_t, near16, 2)
 JOIN(uint32_t, near32, 4)
 JOIN(uint64_t, near64, 8)
 
+/* Classes -------------------------------------------------------------------------------------- */
+
+/* See by_exponent.py: the class of an element is class_of[key], its key are 8 bits of its reference
+   from bit `at` on. `counts` has 256; `next` is where each class goes on in `sorted`, which holds the
+   zig-zag coded differences. (A reference that somebody writes to meanwhile leads nowhere else.) */
+#define CLASSES(WORD, SIGNED, NEAR, WIDTH)                                                         \
+  void key_counts_##WIDTH(const NEAR *base, size_t count, int at, uint32_t *counts) {              \
+    uint32_t some[4][256] = {{0}}; /* equal keys in a row do not wait for each other */            \
+    for (size_t i = 0; i < count; i++) some[i & 3][(uint8_t)(base[i] >> at)]++;                    \
+    for (int key = 0; key < 256; key++)                                                            \
+      counts[key] = some[0][key] + some[1][key] + some[2][key] + some[3][key];                     \
+  }                                                                                                \
+  void sort_##WIDTH(const NEAR *values, const NEAR *base, size_t count, int at,                    \
+                    const uint8_t *class_of, uint32_t *next, NEAR *sorted) {                       \
+    for (size_t i = 0; i < count; i++) {                                                           \
+      WORD d = (WORD)(values[i] - base[i]);                                                        \
+      uint32_t place = next[class_of[(uint8_t)(base[i] >> at)]]++;                                 \
+      sorted[place < count ? place : 0] =                                                          \
+          (WORD)((WORD)(d << 1) ^ (WORD)((SIGNED)d >> (8 * WIDTH - 1)));                           \
+    }                                                                                              \
+  }                                                                                                \
+  void unsort_##WIDTH(const NEAR *sorted, const NEAR *base, size_t count, int at,                  \
+                      const uint8_t *class_of, uint32_t *next, NEAR *values) {                     \
+    for (size_t i = 0; i < count; i++) {                                                           \
+      uint32_t place = next[class_of[(uint8_t)(base[i] >> at)]]++;                                 \
+      WORD z = sorted[place < count ? place : 0];                                                  \
+      values[i] = (WORD)(base[i] + ((z >> 1) ^ (WORD)(0 - (z & 1))));                              \
+    }                                                                                              \
+  }
+
+CLASSES(uint16_t, int16_t, near16, 2)
+CLASSES(uint32_t, int32_t, near32, 4)
+CLASSES(uint64_t, int64_t, near64, 8)
+
 /* Floats --------------------------------------------------------------------------------------- */
 
 /* float32 to bfloat16, to the nearest, ties to even. Returns whether a NaN was among them, which

@@ -65,6 +65,14 @@ class Native:
         self._join = {
             w: function(f"join_{w}", None, _POINTER, _SIZE, _POINTER, _POINTER) for w in _WIDTHS
         }
+        self._key_counts, self._sort, self._unsort = (
+            {w: function(f"{name}_{w}", None, *arguments) for w in _WIDTHS[1:]}
+            for name, arguments in (
+                ("key_counts", (_POINTER, _SIZE, _INT, _POINTER)),
+                ("sort", (_POINTER, _POINTER, _SIZE, _INT, *(_POINTER,) * 3)),
+                ("unsort", (_POINTER, _POINTER, _SIZE, _INT, *(_POINTER,) * 3)),
+            )
+        )
         self._suit = function("symbols_suit", _INT, _POINTER, _SIZE, _POINTER)
         self._pack = function("symbols_pack", _SIZE, _POINTER, _SIZE, _INT, *(_POINTER,) * 3)
         self._others = function("symbols_others", _SIZE, _POINTER, _SIZE, _INT)
@@ -82,6 +90,36 @@ class Native:
         """Undo `split` into `out`, from streams as they are stored."""
         rows = b"".join([_row(stream) for stream in streams])
         self._join[out.itemsize](rows, len(out), _address(reference), _address(out))
+
+    def key_counts(self, base: Elements, at: int) -> NDArray[np.uint32]:
+        """How many elements have each key, the 8 bits from bit `at` on."""
+        counts = np.empty(256, np.uint32)
+        self._key_counts[base.itemsize](_address(base), len(base), at, _address(counts))
+        return counts
+
+    def sort(
+        self, values: Elements, base: Elements, at: int, class_of: Bytes, starts: Sequence[int]
+    ) -> Elements:
+        """Zig-zag differences to `base`, by class of key; class k from ``starts[k]`` on."""
+        return self._by_class(self._sort, values, base, at, class_of, starts, np.empty_like(values))
+
+    def unsort(
+        self, differences: Elements, base: Elements, at: int, class_of: Bytes,
+        starts: Sequence[int], out: Elements,
+    ) -> None:  # fmt: skip
+        """Undo `sort` into `out`."""
+        self._by_class(self._unsort, differences, base, at, class_of, starts, out)
+
+    def _by_class(
+        self, functions: dict[int, Any], values: Elements, base: Elements, at: int,
+        class_of: Bytes, starts: Sequence[int], out: Elements,
+    ) -> Elements:  # fmt: skip
+        following = np.array(starts, np.uint32)
+        functions[values.itemsize](
+            _address(values), _address(base), len(values), at, _address(class_of),
+            _address(following), _address(out),
+        )  # fmt: skip
+        return out
 
     def suit(self, stream: Bytes) -> tuple[int, bytes]:
         """Symbols to a byte (0, 2 or 4), and the 15 most frequent values."""
