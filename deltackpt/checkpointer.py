@@ -8,7 +8,7 @@ import time
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, cast
 
 import torch
 from deltackpt_store.errors import (
@@ -163,11 +163,7 @@ class Checkpointer:
         )  # fmt: skip
         compacting = check_compact(compact)
         save_on = check_signals(save_on)
-        if not isinstance(state, Mapping) or not state:  # pyright: ignore[reportUnnecessaryIsInstance] -- users' input
-            raise InvalidInputError(
-                "state must be a mapping that is not empty, such as {'model': model}",
-                option="state",
-            )
+        _refuse_empty(state)
         check_state(state)
         self._options, self._state = options, state
         self._observers = Observers(observers)
@@ -306,6 +302,7 @@ class Checkpointer:
         started = time.perf_counter()
         step, checked = check_step(step), check_metrics(metrics)
         state = entries_of(self._state, "state")
+        _refuse_empty(state)
         if step == self._newest_step and checked:
             self._newest_metrics = dict(checked)
         if not overwrite:
@@ -576,6 +573,15 @@ class Checkpointer:
         failure = self._pipeline.failures.take(torn=torn)
         if failure is not None:
             raise failure
+
+
+def _refuse_empty(state: Any) -> None:
+    """A step of nothing would be the newest one that restores."""
+    if not isinstance(state, Mapping) or len(cast("Mapping[Any, Any]", state)) == 0:
+        raise InvalidInputError(
+            "state must be a mapping that is not empty, such as {'model': model}",
+            option="state",
+        )
 
 
 def _no_delivery(progress: SaveProgress) -> None:

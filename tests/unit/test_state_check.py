@@ -112,3 +112,17 @@ def test_a_loader_that_cannot_give_its_state_is_told_how_to(tmp_path: Path) -> N
     with ckpt, pytest.raises(deltackpt.errors.StateError, match="StatefulDataLoader") as caught:
         ckpt.save(0)
     assert caught.value.context["path"] == "loader"
+
+
+def test_a_state_that_has_become_empty_is_not_saved(tmp_path: Path) -> None:
+    """A step of nothing was the newest one then, and no restore could take anything from it."""
+    state: dict[str, Any] = {"x": torch.ones(2)}
+    with deltackpt.Checkpointer(tmp_path / "s", state, writer="thread") as ckpt:
+        ckpt.save(0)
+        kept = state.pop("x")
+        with pytest.raises(InvalidInputError, match="not empty") as caught:
+            ckpt.save(1)
+        assert caught.value.context["option"] == "state"
+        state["x"] = kept
+        ckpt.save(1)
+    assert deltackpt.steps(tmp_path / "s") == [0, 1]
