@@ -58,7 +58,8 @@ class Skipped:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Failed:
-    """The save of `step` will never exist; earlier steps are untouched."""
+    """The save of `step` failed; earlier steps are untouched. One that `durable_timeout` gave up
+    may be on the list all the same; as far as that can be seen, its error says so."""
 
     run: str
     step: int

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import queue
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from deltackpt_store.client import WriterClient
 from deltackpt_store.errors import DeltackptError, StorageError, from_wire, to_wire
@@ -13,16 +15,50 @@ from deltackpt_store.protocol import Committed
 from .report import SaveProgress, SaveReport
 from .stage import Staging
 
+_SLOW = "the storage hangs or is too slow: check it, save less often or raise durable_timeout"
+
 
 def timed_out(what: str, step: int, seconds: float) -> StorageError:
     """The error of a save that storage did not take in `durable_timeout` seconds."""
     return StorageError(
         f"step {step} was not {what} within {seconds:g} s",
         kind="timeout",
-        hint="the storage hangs or is too slow: check it, save less often or raise durable_timeout",
+        hint=_SLOW,
         step=step,
         seconds=seconds,
     )
+
+
+def given_up(step: int, seconds: float, listed: bool | None) -> StorageError:
+    """As `timed_out`, of a save whose writer had all of it: `listed` says whether its commit is
+    there to be seen (and may not be synced); None when nobody could tell."""
+    error = timed_out("durable", step, seconds)
+    told = {
+        True: f"{error.message}, and is on the list of the run all the same",
+        False: error.message,
+        None: f"{error.message}, and whether it is on the list of the run could not be read",
+    }[listed]
+    hint = _SLOW if listed is False else f"{_SLOW}; that step is durable once a later one is"
+    if listed is None:
+        hint = f"{_SLOW}; steps() tells, when the storage is back"
+    return StorageError(told, kind="timeout", hint=hint, listed=listed, **error.context)
+
+
+def soon(seconds: float, ask: Callable[[], bool]) -> bool | None:
+    """What `ask`, which may hang, says within `seconds`; None when it says nothing, or raises."""
+    answers: queue.SimpleQueue[bool | None] = queue.SimpleQueue()
+
+    def work() -> None:
+        try:
+            answers.put(ask())
+        except Exception:
+            answers.put(None)
+
+    try:
+        threading.Thread(target=work, name="deltackpt-look", daemon=True).start()
+        return answers.get(timeout=seconds)
+    except (RuntimeError, queue.Empty):  # the system gives no more threads
+        return None
 
 
 def report_of(

@@ -30,7 +30,7 @@ from deltackpt_store.client import Outcome, WriterClient
 from deltackpt_store.errors import DeltackptError, StateError
 from deltackpt_store.leases import Hold
 from deltackpt_store.manifest import Commit, Layout
-from deltackpt_store.protocol import AdamTensors
+from deltackpt_store.protocol import AdamTensors, Committed
 from deltackpt_store.store import Store
 
 from . import events, lifecycle
@@ -41,7 +41,7 @@ from .capture import Capture
 from .cuda.split import SplitStager
 from .failures import Failures
 from .options import Options
-from .outcome import report_of, timed_out, typed_error
+from .outcome import given_up, report_of, soon, timed_out, typed_error
 from .report import SaveProgress, SaveReport
 from .restless import Restless, is_torn
 from .save_task import Request, Task
@@ -454,18 +454,29 @@ class SavePipeline:
     def _settle(self, client: WriterClient, save: int, outcome: Outcome) -> None:
         with self._condition.lock:
             task = next((t for t in self._tasks if t.client is client and t.save == save), None)
-        if task is None:
-            return
         if isinstance(outcome, DeltackptError):
-            self._fail(task, outcome)
-            return
+            if task is not None and not task.given_up:
+                self._fail(task, outcome)
+        elif task is not None:
+            self._commit(task, client, outcome)
+        else:
+            _log.warning(
+                "step %d, whose save had been given up, is durable all the same, and on the list"
+                " of run %r", outcome.step, outcome.run,
+            )  # fmt: skip
+
+    def _commit(self, task: Task, client: WriterClient, outcome: Committed) -> None:
+        """End a save as durable, once."""
         staging, request = task.staging, task.request
         assert staging is not None
         assert request is not None
         report = report_of(task.progress, staging, client, outcome, skipped=request.skipped)
         with self._condition.lock:
+            if task.committed or task.progress.is_done:
+                return
+            task.committed = True
             commit = (outcome.run, outcome.number)
-            self._baselines.committed(staging.table, client, save, commit)
+            self._baselines.committed(staging.table, client, task.save, commit)
             self._order.committed(outcome.step)
             self.last = report
         self._order.left_unseen(outcome.step, outcome.number)
@@ -483,20 +494,42 @@ class SavePipeline:
 
     def _give_up(self, task: Task) -> None:
         """End an overdue task, and the writer that does not get on with it."""
-        if task.request is not None and not task.progress.is_done:
-            what = "durable" if task.progress.is_staged else "staged"
-            seconds = self._options.durable_timeout
+        progress, client = task.progress, task.client
+        if task.request is None or progress.is_done:
+            pass
+        elif client is not None and progress.is_staged:
+            self._take_last_word(task, client)
+        else:
             try:
-                self._fail(task, timed_out(what, task.progress.step, seconds))
+                error = timed_out("staged", progress.step, self._options.durable_timeout)
+                self._fail(task, error)
             finally:  # an observer may exit in the main thread, in which lock() gives a save up
-                if task.client is not None:
-                    self._link.end_stuck(task.client)
+                if client is not None:
+                    self._link.end_stuck(client, task.save)
         self._end(task)
 
-    def _fail(self, task: Task, error: DeltackptError) -> None:
-        """End a save as failed, once."""
+    def _take_last_word(self, task: Task, client: WriterClient) -> None:
+        """End the writer of an overdue save, which is durable if it has just said so."""
+        task.given_up = True
+        outcome = self._link.end_stuck(client, task.save)
+        if outcome is not None:
+            self._commit(task, client, outcome)
+            return
+        step, seconds = task.progress.step, self._options.durable_timeout
+        listed = soon(_TICK_SECONDS, lambda: self._is_listed(step, client.writer_id))
+        self._fail(task, given_up(step, seconds, listed), given_up=True)
+
+    def _is_listed(self, step: int, writer: str) -> bool:
+        """Whether a commit of `step` by that writer can be seen. For any thread; reads the disk."""
+        run = self._options.run
+        newest = self._store.numbers(run)[-MAX_IN_FLIGHT:]
+        commits = [self._store.read_commit(run, number) for number in newest]
+        return any((commit.step, commit.writer) == (step, writer) for commit in commits)
+
+    def _fail(self, task: Task, error: DeltackptError, *, given_up: bool = False) -> None:
+        """End a save as failed, once; one that is `given_up` with nothing but that."""
         with self._condition.lock:
-            if not task.progress.fail(error):
+            if task.committed or task.given_up != given_up or not task.progress.fail(error):
                 return
             self.failures.failed(task.progress, error)
             self._baselines.failed()

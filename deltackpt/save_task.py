@@ -52,3 +52,7 @@ class Task:
     """The writer's number for it."""
     names_parent: bool = False
     staging: Staging | None = None
+    committed: bool = False
+    """It is durable, and about to be told so."""
+    given_up: bool = False
+    """Its time is over, and its writer is being ended: what fails by that is not its error."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator
 import torch
 from deltackpt_store.client import Outcome, WriterClient
 from deltackpt_store.errors import DeltackptError
-from deltackpt_store.protocol import WriterOptions
+from deltackpt_store.protocol import Committed, WriterOptions
 from deltackpt_store.retention import keep_of
 from deltackpt_store.standby import Standby
 
@@ -23,6 +23,7 @@ _log = logging.getLogger("deltackpt")
 
 _MIN_RING_BYTES = 32 * 1024 * 1024
 _BURY_SECONDS = 5.0
+_LAST_SECONDS = 1.0
 
 
 class WriterLink:
@@ -118,17 +119,22 @@ class WriterLink:
             except DeltackptError as error:
                 _log.warning("%s", error)
 
-    def end_stuck(self, client: WriterClient) -> None:
-        """End a writer that storage keeps waiting. Never blocks; for any thread.
+    def end_stuck(self, client: WriterClient, save: int) -> Committed | None:
+        """End a writer that storage keeps waiting; what it said at the last moment of `save`.
 
         A writer process is killed: what it had not committed is absent. A writer thread cannot be
-        ended; it is left behind.
+        ended; it is left behind. For any thread; blocks for a moment at most.
         """
+        seconds = 0.0
         if self._options.writer == "process":
+            seconds = _LAST_SECONDS
             with contextlib.suppress(OSError):
                 os.kill(client.writer_pid, signal.SIGKILL)
         with contextlib.suppress(DeltackptError):
             client.close(0.0)
+        with contextlib.suppress(DeltackptError):
+            return client.result(save, seconds)
+        return None
 
     def _wanted_ring(self, state_bytes: int) -> int:
         """The smaller of half of the free memory and room for the whole state, as it is packed.

@@ -143,6 +143,11 @@ class WriterClient:
         return "" if self._ready is None else self._ready.store_uuid
 
     @property
+    def writer_id(self) -> str:
+        """What commits of this writer call it; "" while it has not opened the store."""
+        return "" if self._ready is None else self._ready.writer
+
+    @property
     def error(self) -> DeltackptError | None:
         """Why the writer is of no more use; None while it is, and after a clean close."""
         return self._error

@@ -187,7 +187,7 @@ class RunWriter:
     def ready(self) -> protocol.Ready:
         head = self._lineage.head
         step = None if head is None else head.step
-        return protocol.Ready(self._store.uuid.hex(), os.getpid(), step)
+        return protocol.Ready(self._store.uuid.hex(), os.getpid(), step, self._writer.writer)
 
     # begin -------------------------------------------------------------------------------------
 
