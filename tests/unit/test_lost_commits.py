@@ -407,3 +407,29 @@ class CountingIO(FileIO):
     def open(self, path: str) -> int:
         self.opened += 1
         return super().open(path)
+
+
+def test_a_run_goes_with_its_folder(made: tuple[Store, list[Commit]]) -> None:
+    """Prevents: a store that nobody can clean, since some run in it is not needed any more."""
+    store, commits = made
+    fork = Author(store, "fork")
+    fork.parent = commits[-1]
+    kept = fork.save(9, ["of the fork"])
+    fork.close()
+    other = Author(store, "gone")
+    retire(store, [other.save(step, [f"gone {step}"]) for step in range(3)][:2])
+    other.close()
+    assert collect(store).packs
+    shutil.rmtree(f"{store.path}/runs/gone")
+    assert collect(store).packs
+    assert verify(store).ok
+    again = Author(store, "gone")
+    with pytest.raises(ConflictError, match="may be taken for good"):
+        again.save(0, ["anew"])
+    again.close()
+    shutil.rmtree(f"{store.path}/runs/main")  # which another run was forked from
+    with pytest.raises(CorruptionError, match="accept-lost"):
+        collect(store)
+    assert collect(store, accept_lost=True).accepted
+    assert verify(store).ok
+    check_everything(store, [kept])
