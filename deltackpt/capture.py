@@ -34,7 +34,8 @@ class _Compiled:
     """What one capture lends the next: everything about the state but values and addresses.
 
     `owned`: per optimizer, the tensor leaf behind each parameter index (-1: none). `constant`:
-    object slots whose documents follow from the layout ("#params").
+    object slots whose documents follow from the layout ("#params"). `unsaved`: the optimizers of
+    whose trained parameters nothing is in the state: path -> how many, of how many.
     """
 
     tree: Tree
@@ -44,6 +45,7 @@ class _Compiled:
     live: LivePredicate | None
     owned: list[list[int]]
     names: dict[str, list[str | None]]
+    unsaved: dict[str, tuple[int, int]]
     constant: dict[int, bytes]
     state_bytes: int
 
@@ -92,6 +94,11 @@ class Capture:
                 self._compiled.tree.optimizer_paths, self._compiled.owned, strict=True
             )
         ]
+
+    @property
+    def unsaved(self) -> dict[str, tuple[int, int]]:
+        """Optimizers with trained parameters that are not saved: how many, of how many."""
+        return self._compiled.unsaved
 
     def release(self) -> None:
         """Give private copies back to the pool and drop all tensors: call once all is staged.
@@ -220,6 +227,23 @@ def _owned(leaves: Leaves) -> list[list[int]]:
     ]
 
 
+def _unsaved(
+    tree: Tree, leaves: Leaves, owned: list[list[int]], names: Mapping[str, list[str | None]]
+) -> dict[str, tuple[int, int]]:
+    out: dict[str, tuple[int, int]] = {}
+    memory: set[int] | None = None
+    for path, optimizer, indices in zip(
+        tree.optimizer_paths, leaves.optimizers, owned, strict=True
+    ):
+        if -1 in indices and None in names[path]:
+            if memory is None:
+                memory = {t.untyped_storage().data_ptr() for t in leaves.tensors}
+            count = params.unsaved(optimizer, names[path], indices, memory)
+            if count:
+                out[path] = count, len(indices)
+    return out
+
+
 def _find_again(compiled: _Compiled, whole: dict[Any, Any]) -> _Found | None:
     """The leaves of a state of the known form, or None when anything about it has changed."""
     leaves, tree = Leaves(), compiled.tree
@@ -277,9 +301,11 @@ def _find(whole: dict[Any, Any], chunk_bytes: int, live: LivePredicate | None) -
         if tree.paths[slot].startswith(f"{PARAMS_KEY}/")
     }
     size = sum(spec.nbytes for spec in plan.specs)
+    owned = _owned(leaves)
     compiled = _Compiled(
-        tree, plan, layout, chunk_bytes, live, _owned(leaves), known, constant, size
-    )
+        tree, plan, layout, chunk_bytes, live, owned, known, _unsaved(tree, leaves, owned, known),
+        constant, size,
+    )  # fmt: skip
     return compiled, leaves, measured
 
 

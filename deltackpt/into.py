@@ -128,7 +128,7 @@ class Plan:
                 _refuse_part(step, path, node)
             state = flat_state(value, path) if isinstance(value, nn.Module) else None
             if isinstance(value, nn.Module) and state is not None:
-                module = ModuleTarget(path, keys, value, state, adapt=self._strict)
+                module = ModuleTarget(path, keys, value, state, strict=self._strict)
                 module.match(step, node, key_map, wanted, report)
                 self._modules.append(module)
                 self._objects.append(module)

@@ -248,7 +248,8 @@ def _same_memory(a: Tensor, b: Tensor) -> bool:
 
 def sparse_facts(tensor: Tensor) -> tuple[Any, ...]:
     coalesced = tensor.is_coalesced() if tensor.layout == torch.sparse_coo else None
-    return tensor.layout, tuple(tensor.shape), coalesced, type(tensor), tensor.requires_grad
+    wants_grad = tensor.requires_grad and tensor.is_leaf
+    return tensor.layout, tuple(tensor.shape), coalesced, type(tensor), wants_grad
 
 
 def sparse_parts(tensor: Tensor) -> dict[str, Tensor]:

@@ -7,13 +7,14 @@ parameters behind the numbers are recorded under "#params", and matched on resto
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 from deltackpt_store.errors import MismatchError
 from torch import Tensor, nn
 
 from .nodes import Leaves, Origin
+from .tensors import PLAIN
 
 _WRAPPED = "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"
 
@@ -55,6 +56,27 @@ def optimizer_names(
 def parameters_of(optimizer: Any) -> list[Any]:
     """The optimizer's parameters in the order of their state_dict indices."""
     return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def unsaved(
+    optimizer: Any, names: Sequence[str | None], indices: Sequence[int], memory: Collection[int]
+) -> int:
+    """How many trained parameters of an optimizer are neither in the state nor share memory with
+    what is.
+
+    `names` and `indices`: of each parameter, its name and the tensor leaf that it is (-1: none).
+    `memory`: addresses of the storages of all leaves.
+    """
+    found = zip(parameters_of(optimizer), names, indices, strict=True)
+    return sum(
+        name is None
+        and index < 0
+        and type(p) in PLAIN
+        and p.requires_grad
+        and p.numel() > 0
+        and p.untyped_storage().data_ptr() not in memory
+        for p, name, index in found
+    )
 
 
 def _modules_of(module: nn.Module) -> list[tuple[str, nn.Module]]:

@@ -18,7 +18,10 @@ from .tensors import refuse_unsupported
 _ADDRESSED = frozenset(("cpu", "cuda", "xpu"))  # data_ptr() orders the bytes of a device
 
 Facts = tuple[Any, ...]
-"""(shape, stride, dtype, device, requires_grad, type, layout, conj, neg)"""
+"""(shape, stride, dtype, device, requires_grad, type, layout, conj, neg)
+
+`requires_grad` is that of a leaf of a graph. That of a result comes of its graph, which is not
+saved: as a leaf, it would refuse the in-place operations that the original takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +46,13 @@ def probe(
     try:
         if expected is None:
             facts: list[Facts] = [
-                (t.shape, t.stride(), t.dtype, t.device, t.requires_grad, type(t), t.layout,
-                 t.is_conj(), t.is_neg())
+                (t.shape, t.stride(), t.dtype, t.device, t.requires_grad and t.is_leaf, type(t),
+                 t.layout, t.is_conj(), t.is_neg())
                 for t in tensors
             ]  # fmt: skip
         elif len(tensors) == len(expected) and all(
-            (t.shape, t.stride(), t.dtype, t.device, t.requires_grad, type(t), t.layout,
-             t.is_conj(), t.is_neg()) == known
+            (t.shape, t.stride(), t.dtype, t.device, t.requires_grad and t.is_leaf, type(t),
+             t.layout, t.is_conj(), t.is_neg()) == known
             for t, known in zip(tensors, expected, strict=True)
         ):  # fmt: skip
             facts = expected

@@ -8,6 +8,7 @@ submodule with such code may change their shape by it (the observers of quantisa
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
@@ -21,11 +22,13 @@ from .copying import copy_bits, copy_values, exchange_bits, repeats_like, writab
 from .keys import KeyMap, of_module, pair_keys, renaming_hint, wrapping_hint
 from .nodes import ask, kind_of, state_of
 from .paths import segments
-from .reading import Step
+from .reading import Step, shown
 from .targets import Leaf, Mismatch, Report, compare, slots_of, spelled_in_full
 from .undo import Attributes, alike, private_copy
 from .undo import undo as take_back
 from .values import dtype_name
+
+_log = logging.getLogger("deltackpt.restore")
 
 # They insert entries that old checkpoints lack; ours are complete or refused.
 _PLAIN_LOADERS = tuple(
@@ -45,7 +48,8 @@ def flat_state(module: nn.Module, path: str) -> dict[str, Any] | None:
 class ModuleTarget:
     """One module; `state` is its :func:`flat_state`.
 
-    `adapt`: buffers of another shape are left to code of their module; else they do not fit.
+    `strict`: buffers of another shape are left to code of their module, which must take all that it
+    gives; else they do not fit, and it may take what it likes.
     """
 
     def __init__(
@@ -55,11 +59,12 @@ class ModuleTarget:
         module: nn.Module,
         state: dict[str, Any],
         *,
-        adapt: bool,
+        strict: bool,
     ) -> None:
         self.path = path
         self.keys = keys
         self._module = module
+        self._strict = strict
         self._state = state
         self._tensors: dict[str, torch.Tensor] = {
             key: value for key, value in state.items() if isinstance(value, torch.Tensor)
@@ -74,7 +79,7 @@ class ModuleTarget:
         self._goals: dict[int, torch.Tensor] = {}
         self._sources: dict[int, str] = {}  # the entry in the checkpoint of each goal
         self._shared: set[str] = set()
-        self._adapting = _adapting_buffers(module) if adapt and not self.trusted else set[str]()
+        self._adapting = _adapting_buffers(module) if strict and not self.trusted else set[str]()
         self._reshaped: list[tuple[str, str]] = []  # entries of another shape than is here
         self._odd: list[tuple[str, str]] = []
         self._expanded: list[tuple[str, str]] = []
@@ -228,12 +233,26 @@ class ModuleTarget:
             cast(Any, entries)._metadata = metadata
         if undo:
             self._back_up()
-        self._module.load_state_dict(entries, strict=False)
+        answer: Any = self._module.load_state_dict(entries, strict=False)
+        self._check_taken(answer)
         if self._reshaped:
             now: Any = state_of(self._module)
             for source, target in self._reshaped:
                 if source in self._pairs and not alike(now[target], state[source]):
                     raise RuntimeError(f"{target} has not taken the saved shape or values")
+
+    def _check_taken(self, answer: Any) -> None:
+        """`RuntimeError` when the module says that it has left entries of its own aside."""
+        left = set(getattr(answer, "unexpected_keys", ())).intersection(self._pairs.values())
+        if not left:
+            return
+        told = f"load_state_dict does not take what state_dict gives: {shown(sorted(left))}"
+        if self._strict:
+            raise RuntimeError(
+                f"{told}; define set_extra_state, or a hook that takes it (or restore with"
+                " strict=False, which leaves it out)"
+            )
+        _log.warning("%r has not taken all of its state: %s", self.path, told)
 
     def _back_up(self) -> None:
         extra: OrderedDict[str, Any] = OrderedDict(

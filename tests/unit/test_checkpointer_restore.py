@@ -335,14 +335,41 @@ def test_an_optimizer_without_its_model_is_remarked_on_once(
     training.step()
     ckpt = opened({"optimizer": training.optimizer, "n": 1})
     ckpt.save(0)
-    training.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(3))]})
+    more = torch.nn.Parameter(torch.zeros(3))
+    training.optimizer.add_param_group({"params": [more]})
     ckpt.save(1).result(60)
     assert caplog.text.count("parameters of optimizer 'optimizer' are not part") == 1
     caplog.clear()
     for run, state in {
-        "with model": training.objects,
-        "loose": {"optimizer": training.optimizer, "p": list(training.model.parameters())},
+        "with model": training.objects | {"more": more},
+        "loose": {"optimizer": training.optimizer, "p": [*training.model.parameters(), more]},
         "none": {"n": 1},
     }.items():
         opened(state, run=run.replace(" ", "-")).save(0).result(60)
+    assert "not part of the state" not in caplog.text
+
+
+def test_modules_that_an_optimizer_trains_and_the_state_lacks_are_remarked_on(
+    opened: Opener, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Prevents: a loss with weights, or the second network of two, that is forgotten in the state
+    and starts anew at every resume, with the moments of the old one."""
+    # case 47
+    model, loss = torch.nn.Linear(4, 3), torch.nn.Linear(3, 2)
+    frozen = torch.nn.Parameter(torch.zeros(3), requires_grad=False)
+    everything = torch.optim.AdamW([*model.parameters(), *loss.parameters(), frozen])
+    other = torch.optim.SGD(loss.parameters(), lr=0.1)
+    opened({"model": model, "both": everything, "other": other}, run="lacks").save(0).result(60)
+    assert "2 of 5 parameters of optimizer 'both' are not part of the state" in caplog.text
+    assert "the 2 parameters of optimizer 'other' are not part of the state" in caplog.text
+    caplog.clear()
+    flat = torch.nn.Parameter(torch.zeros(15))
+    for parameter, part in zip(model.parameters(), flat.detach().split([12, 3]), strict=True):
+        parameter.data = part.view_as(parameter)
+    for run, state in {
+        "all": {"m": model, "loss": loss, "both": everything, "other": other},
+        "entries": {"m": model.state_dict(), "loss": loss.state_dict(), "both": everything},
+        "views": {"m": model, "flat": torch.optim.SGD([flat], lr=0.1)},
+    }.items():
+        opened(state, run=run).save(0).result(60)
     assert "not part of the state" not in caplog.text

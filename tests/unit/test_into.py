@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict, deque
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -497,6 +498,74 @@ def test_what_has_a_graph_is_restored_like_the_rest(keeper: Keeper, fails: bool)
     assert same(target["part"].value[0], saved["part"].value[0])
     assert same(target["optimizer"].slow, saved["optimizer"].slow)
     assert same(target["plain"]["total"], saved["plain"]["total"])
+
+
+class Noting(nn.Linear):
+    """A module whose state_dict gives what its load_state_dict does not take."""
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"calls": 3}
+
+
+def noting(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return Noting(3, 2)
+
+
+def hooked_only_one_way(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    module = nn.Linear(3, 2)
+
+    def note(module: Any, entries: dict[str, Any], prefix: str, metadata: Any) -> None:
+        entries[prefix + "note"] = torch.full((3,), float(seed))
+
+    module.register_state_dict_post_hook(note)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("make", "entry"), [(noting, "_extra_state"), (hooked_only_one_way, "note")]
+)
+def test_what_a_module_does_not_take_back_is_no_restore(
+    keeper: Keeper, caplog: pytest.LogCaptureFixture, make: Callable[[int], nn.Module], entry: str
+) -> None:
+    """Prevents: state that is saved, reported as restored, and lost."""
+    saved, target, untouched = make(1), make(2), make(2)
+    keeper.save({"model": saved}, 1)
+    with pytest.raises(StateError, match=f"does not take .* gives: {entry}; .*as it was before"):
+        back(keeper, {"model": target})
+    assert same(target.weight, untouched.weight)
+    back(keeper, {"model": target}, strict=False)
+    assert same(target.weight, saved.weight)
+    assert f"does not take what state_dict gives: {entry}" in caplog.text
+
+
+@pytest.mark.parametrize("low_memory", [False, True])
+def test_a_result_of_a_graph_comes_back_without_one(keeper: Keeper, low_memory: bool) -> None:
+    """Prevents: a resumed run that fails at an in-place operation which the saved one could do, as
+    a differentiable optimizer at its momentum."""
+
+    def make(seed: int) -> dict[str, Any]:
+        torch.manual_seed(seed)
+        weight = torch.randn(400, requires_grad=True)
+        fast = weight.clone()
+        optimizer = torch.optim.SGD([fast], lr=0.1, momentum=0.9, differentiable=True)
+        return {"w": weight, "fast": fast, "optimizer": optimizer, "object": Part([weight * 2])}
+
+    def train(state: dict[str, Any]) -> None:
+        state["fast"].grad = state["fast"].detach() * 2
+        state["optimizer"].step()
+        state["object"].value[0] += 1
+
+    state, other = make(1), make(2)
+    train(state)
+    keeper.save(state, 1)
+    back(keeper, other, low_memory=low_memory)
+    assert [t.requires_grad for t in (other["w"], other["object"].value[0])] == [True, False]
+    for one in (state, other):
+        train(one)
+    assert same(other["fast"], state["fast"])
+    assert same(other["object"].value[0], state["object"].value[0])
 
 
 @pytest.mark.parametrize("culprit", ["hooked", "part", "last"])
