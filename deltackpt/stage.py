@@ -19,8 +19,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
-import numpy as np
 import torch
+from deltackpt_store.copies import copy_bytes
 from deltackpt_store.errors import StateError
 from deltackpt_store.manifest import Layout
 from deltackpt_store.protocol import ExtentKey
@@ -159,14 +159,6 @@ class Stager(Protocol):
         ...
 
     def close(self) -> None: ...
-
-
-def copy_bytes(target: memoryview, source: memoryview) -> None:
-    """Copy equally long buffers; above 64 KiB without the GIL."""
-    if len(source) < GIL_FREE_BYTES:
-        target[:] = source
-    else:
-        np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
 
 
 def _host_bytes(source: Source, start: int, end: int) -> tuple[torch.Tensor, memoryview]:

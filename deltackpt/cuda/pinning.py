@@ -10,9 +10,10 @@ from __future__ import annotations
 import logging
 
 import torch
+from deltackpt_store.copies import copy_bytes
 
 from ..detect import memory
-from ..stage import Ring, copy_bytes
+from ..stage import Ring
 from .hasher import Counters
 from .runtime import Runtime
 

@@ -282,7 +282,7 @@ class CodingPolicy:
         known.stored += written
         if outcome.best.refs:
             known.referenced += size
-        before = self._best(known, tuple(known.share) or (PLANES,))
+        before = self._best(known, tuple(known.share) or (PLANES,)) if plan.probe else None
         for codec, stored, noise in outcome.tried:
             share = stored / size
             old = known.share.get(codec, share)

@@ -17,6 +17,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from deltackpt_store.copies import copy_bytes
+
 BLOCK = 4096
 LEAST_BYTES = 1024 * 1024
 """Less than this is not worth going past the page cache."""
@@ -68,7 +70,7 @@ def _direct_runs(views: list[memoryview], offset: int) -> Iterator[Run]:
         view = whole
         while len(view):
             taken = view[: len(room) - loose]
-            room[loose : loose + len(taken)] = taken
+            copy_bytes(room[loose : loose + len(taken)], taken)
             loose += len(taken)
             view = view[len(taken) :]
             if loose == len(room):

@@ -158,7 +158,7 @@ class Holdings:
     def add(self, put: Put) -> None:
         """A chunk has been put."""
         self.relied.add(put.pack)
-        self._unflushed[put.id] = put._replace(written=0)
+        self._unflushed[put.id] = Put(put.id, put.pack, 0, put.codec, put.refs)
 
     def drop_unflushed(self) -> None:
         """What was put since the last flush is not stored after all."""

@@ -156,16 +156,14 @@ class Intake:
         spec = save.table.layout.extents[extent]
         # Parts of a large tensor may behave differently: rows of rare and of frequent tokens.
         stream = f"{chunk // STREAM_CHUNKS}:{save.extent_name(extent)}"
-        made = Chunk(raw, spec.dtype, stream, save.table.base(extent, chunk), id=chunk_id)
-        if plain or not self._recipes:
-            return made
-        same: tuple[Recipe, ...] = self._derived.recipes(extent, chunk, raw)
-        if same:
-            return made._replace(recipes=same)
-        near = self._predictor.recipes(extent, chunk)
-        if near:
-            return made._replace(recipes=near, learned=partial(self._predictor.learned, extent))
-        return made
+        recipes: tuple[Recipe, ...] = ()
+        learned = None
+        if self._recipes and not plain:
+            recipes = self._derived.recipes(extent, chunk, raw)
+            if not recipes and (near := self._predictor.recipes(extent, chunk)):
+                recipes, learned = near, partial(self._predictor.learned, extent)
+        base = save.table.base(extent, chunk)
+        return Chunk(raw, spec.dtype, stream, base, recipes, learned, chunk_id)
 
     def _follow(self, arrived: Sequence[Arrived], puts: Sequence[Put]) -> None:
         """Let what has been put help with what is to come."""

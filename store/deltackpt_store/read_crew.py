@@ -20,14 +20,14 @@ from multiprocessing.connection import Connection
 from typing import TypeVar
 
 import msgspec
-import numpy as np
 
 from deltackpt_store import child
+from deltackpt_store.copies import copy_bytes
 from deltackpt_store.descriptors import socket_pair
 from deltackpt_store.fetch import Request
 from deltackpt_store.fileio import FileIO
 from deltackpt_store.pack_set import PackSet
-from deltackpt_store.ring import GIL_FREE_BYTES, memory_file, set_size
+from deltackpt_store.ring import memory_file, set_size
 
 _log = logging.getLogger("deltackpt.store")
 
@@ -153,7 +153,4 @@ def _copy(area: memoryview, requests: list[Request]) -> None:
     for _, dest in requests:
         data = area[at : at + len(dest)]
         at += len(dest)
-        if len(dest) < GIL_FREE_BYTES:
-            dest[:] = data
-        else:
-            np.copyto(np.frombuffer(dest, np.uint8), np.frombuffer(data, np.uint8))
+        copy_bytes(dest, data)

@@ -23,8 +23,7 @@ import tempfile
 import threading
 from typing import Any
 
-import numpy as np
-
+from deltackpt_store.copies import GIL_FREE_BYTES, copy_bytes
 from deltackpt_store.descriptors import above_standard
 from deltackpt_store.errors import (
     CorruptionError,
@@ -36,9 +35,6 @@ from deltackpt_store.errors import (
 
 DEFAULT_SLOT_BYTES = 4 * 1024 * 1024
 MAX_SLOTS = 1 << 20
-GIL_FREE_BYTES = 65536
-"""From here on bytes are copied without the GIL; fewer are cheaper to copy than to hand over."""
-
 _NOEXEC_SEAL = 8
 """MFD_NOEXEC_SEAL: systems may refuse memory files that could be executed (vm.memfd_noexec)."""
 
@@ -124,14 +120,14 @@ class Ring:
         """
         room = self.view(slot)[at : at + len(data)]
         if len(data) < GIL_FREE_BYTES:
-            room[:] = data
+            copy_bytes(room, data)
             return
         if at >= self._used.get(slot, 0):
             self._used[slot] = at + len(data)
             if self._write(slot * self.slot_bytes + at, data):
                 return
         room[::_FAULT_AROUND].tobytes()  # of pages that were written to the file and not mapped
-        np.copyto(np.frombuffer(room, np.uint8), np.frombuffer(data, np.uint8))
+        copy_bytes(room, data)
 
     def _write(self, at: int, data: memoryview) -> bool:
         """Write to the file; False when it has been closed."""

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import xxhash
+from deltackpt_store.copies import copy_bytes
 from deltackpt_store.manifest import ExtentSpec, Layout
 from deltackpt_store.ring import Ring
 from staging_ring import Tensors
@@ -26,7 +27,6 @@ from deltackpt.detect import (
     plan_units,
 )
 from deltackpt.options import CHUNK_BYTES
-from deltackpt.stage import copy_bytes
 
 
 @pytest.mark.parametrize("size", [0, 1, 16, 17, 128, 129, 240, 241, 1024, 65536, 65537, 1 << 20])

@@ -133,7 +133,8 @@ def test_one_that_dies_or_hangs(
 
     monkeypatch.setattr(Helper, "_answer", without)
     assert read(store, CHUNKS) == CHUNKS
-    assert len(crew.copied) < len(CHUNKS)
+    if answers < 2:  # after its second answer it may have done everything on a busy machine
+        assert len(crew.copied) < len(CHUNKS)
 
 
 @pytest.mark.parametrize(
