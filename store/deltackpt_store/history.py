@@ -22,9 +22,9 @@ from deltackpt_store.manifest import Commit
 from deltackpt_store.manifest_io import MAX_COMMIT_BYTES, decode_commit
 from deltackpt_store.names import (
     LATEST,
-    RETIRED_SUFFIX,
     check_name,
     is_name,
+    listed_numbers,
     number_name,
     parse_number,
     parse_step_name,
@@ -117,10 +117,7 @@ class History(PinFiles):
                 path=self.path,
                 run=run,
             )
-        retired = {name.removesuffix(RETIRED_SUFFIX) for name in names
-                   if name.endswith(RETIRED_SUFFIX)}  # fmt: skip
-        numbers = (parse_number(name) for name in names if name not in retired)
-        return sorted(number for number in numbers if number is not None)
+        return listed_numbers(names)
 
     def read_commit(self, run: str, number: int) -> Commit:
         """One commit, checked; NotFoundError, CorruptionError or StorageError when it is not."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any, NamedTuple
 
 from deltackpt_store.errors import ConflictError, InvalidInputError
@@ -135,6 +135,17 @@ def check_number(number: int, folder: str) -> None:
             hint=f"{folder}/{number_name(number - 1)} was not written by deltackpt: move it away",
             path=folder,
         )
+
+
+def listed_numbers(names: Collection[str]) -> list[int]:
+    """The numbers of the commits among the files of a run that are not retired, ascending.
+
+    Retired ones may be many: they cost a look into a set.
+    """
+    there = set(names)
+    size = NUMBER_DIGITS
+    listed = [name for name in names if len(name) == size and name + RETIRED_SUFFIX not in there]
+    return sorted(number for number in map(parse_number, listed) if number is not None)
 
 
 def highest_number(names: Iterable[str]) -> int:
