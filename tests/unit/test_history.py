@@ -429,6 +429,7 @@ def test_only_records_without_a_mark_are_on_the_list() -> None:
     """Marks without a record, names of other lengths or other things are nobody's commits."""
     names = [number_name(n) for n in (3, 1, 2, 7)] + [number_name(n) + ".retired" for n in (2, 5)]
     others = [".lock", "x" * 20, "\u0661" * 20, "1" * 19, "1" * 21, ".tmp-0123456789ab-000",
-              "9" * 20, number_name(4) + ".retired.retired", number_name(1) + ".retire"]  # fmt: skip
+              "9" * 20, number_name(4) + ".retired.retired",
+              number_name(1) + ".retire"]  # fmt: skip
     assert listed_numbers([*names, *others]) == [1, 3, 7]
     assert listed_numbers([]) == []
