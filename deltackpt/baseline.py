@@ -65,8 +65,13 @@ class Baselines:
         if self._newest.client is client and self._newest.save == save:
             self._newest = self._durable
 
-    def failed(self) -> None:
-        """A save failed, and with it whatever may have relied on it: fall back."""
+    def failed(self, *, lost: bool = False) -> None:
+        """A save failed, and with it whatever may have relied on it: fall back.
+
+        `lost`: what earlier saves have stored may be gone, so that nothing can be built upon.
+        """
+        if lost:
+            self._durable = NOTHING
         self._newest = self._durable
 
     def restored(self, commit: Commit) -> None:

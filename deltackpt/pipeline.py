@@ -54,6 +54,8 @@ from .writerlink import WriterLink
 _log = logging.getLogger("deltackpt")
 
 MAX_IN_FLIGHT = 2
+_LOST = ("store-vanished", "collected")
+"""Kinds of errors after which nothing that was stored before is sure to be there."""
 _EXIT_SECONDS = 60.0
 _TICK_SECONDS = 1.0
 _STOPPED_SECONDS = 2.0
@@ -532,7 +534,7 @@ class SavePipeline:
             if task.committed or task.given_up != given_up or not task.progress.fail(error):
                 return
             self.failures.failed(task.progress, error)
-            self._baselines.failed()
+            self._baselines.failed(lost=error.kind in _LOST)
         try:
             error.context.setdefault("step", task.progress.step)
             error.context.setdefault("run", task.progress.run)

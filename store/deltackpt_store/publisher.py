@@ -70,14 +70,18 @@ class Publisher:
             save.table.layout, message.objects, message.inline, save.table.chunks,
             message.environment, packs=tuple(sorted(packs)),
         )  # fmt: skip
+        self._lineage.check(save.step, overwrite=save.overwrite, begun=None)
+        parent = self._lineage.parent_of(save.step)
+        if not self._writer.look_for(
+            parent, packs, None if self._base is None else self._base.digest
+        ):
+            self._base = None
         base, manifest = self._base, None
         if base is not None and base.digest is not None:
             manifest = to_delta(base.digest, base, snapshot, packs)
         if manifest is None:
             base, manifest = None, to_base(snapshot, packs)
         closure = {*manifest.packs, *(base.packs if base is not None else ())}
-        self._lineage.check(save.step, overwrite=save.overwrite, begun=None)
-        parent = self._lineage.parent_of(save.step)
         digest = self._writer.write_manifest(manifest)
         if self._number is None:
             self._number = self._highest_number()

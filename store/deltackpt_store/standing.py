@@ -50,7 +50,8 @@ class Standing:
         self._owed: Claims | None = None  # acknowledgement that could not be written yet
         self._doubted = False  # the generation of the number that was heeded may be another one
         self.strict = False
-        """A collection may have passed this writer by: every commit is proved."""
+        """What this writer builds upon may be gone (a collection may have passed it by, or somebody
+        has taken files away): every commit is proved."""
 
     @property
     def seen(self) -> int:
@@ -147,10 +148,12 @@ class Standing:
         self._doubted = True
         self._withdraw(path)
         raise StateError(
-            f"garbage collection took this writer for dead, and step {commit.step} of run"
-            f" {commit.run!r} builds upon what it may have deleted",
+            f"step {commit.step} of run {commit.run!r} builds upon what is gone from the store:"
+            " somebody has deleted files or put an older copy in its place, or garbage collection"
+            " took this writer for dead",
             kind="collected",
-            hint="save the step again; check that file locks work on this file system",
+            hint="save the step again: what is gone is stored anew; if it comes again, check that"
+            " file locks work on this file system",
             run=commit.run,
             step=commit.step,
         )

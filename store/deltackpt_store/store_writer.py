@@ -330,6 +330,37 @@ class StoreWriter:
             )  # fmt: skip
         return digest
 
+    def look_for(self, parent: Commit | None, packs: Iterable[str], base: bytes | None) -> bool:
+        """Whether the commit that the next one continues, the packs that it needs and the base of
+        its manifest lie there.
+
+        They do not where somebody has put an older copy in the store's place, or deleted files.
+        Then nothing that was known of the store counts any more, and every commit is proved.
+        StorageError.
+        """
+        try:
+            there = parent is None or any(
+                self._io.exists(f"{self._root}/runs/{parent.run}/{number_name(parent.number)}{end}")
+                for end in ("", RETIRED_SUFFIX)
+            )
+            there = there and (
+                base is None or self._io.exists(f"{self._root}/manifests/{base.hex()}")
+            )
+            folders: dict[str, set[str]] = {}
+            for path in (pack_path(self._root, name) for name in packs):
+                folders.setdefault(os.path.dirname(path), set()).add(os.path.basename(path))
+            there = there and all(
+                names.issubset(self._io.list(folder)) for folder, names in folders.items()
+            )
+        except FileNotFoundError:
+            there = False
+        except OSError as error:
+            raise storage_error(error, "look for what is built upon in", self._root) from error
+        if not there:
+            self._standing.strict = True
+            self._holdings.doubt_all(self._standing.packs)
+        return there
+
     def commit(
         self,
         *,

@@ -69,6 +69,14 @@ def test_without_a_durable_step_a_failure_leaves_nothing() -> None:
     assert baselines.best_for(ONE) is NOTHING
 
 
+def test_nothing_is_built_upon_when_the_store_may_have_lost_it() -> None:
+    baselines = Baselines()
+    baselines.staged(table(1), ONE, 1)
+    baselines.committed(table(1), ONE, 1, ("main", 1))
+    baselines.failed(lost=True)
+    assert baselines.best_for(ONE) is NOTHING
+
+
 def test_a_restore_starts_anew_until_its_table_is_proven() -> None:
     baselines = Baselines()
     baselines.staged(table(1), ONE, 1)

@@ -17,6 +17,7 @@ from deltackpt_store.client import WriterClient
 from deltackpt_store.compact import compact
 from deltackpt_store.errors import (
     DeltackptError,
+    StateError,
     StorageError,
     UnsupportedFormatError,
     WriterError,
@@ -236,3 +237,85 @@ def test_a_store_that_a_newer_package_must_write(tmp_path: Path) -> None:
         StoreWriter(Store.open(path))
     assert "upgrade" in str(caught.value)
     assert sorted(os.listdir(path / "gc")) == []
+
+
+class Trained:
+    """A real training of three tensors: one changes at every step, one at step 4, one never."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.state = {"state": self._at(0)}
+        self.checkpointer = deltackpt.Checkpointer(
+            path, self.state, rng=False, final=False, writer="thread"
+        )
+
+    @staticmethod
+    def _at(step: int) -> dict[str, torch.Tensor]:
+        seeds = {"always": step, "once": 1000 + step // 4, "never": 2000}
+        return {
+            name: torch.randn(5000, generator=torch.Generator().manual_seed(seed))
+            for name, seed in seeds.items()
+        }
+
+    def save(self, step: int) -> None:
+        for name, tensor in self._at(step).items():
+            self.state["state"][name].copy_(tensor)
+        self.checkpointer.save(step).result()
+
+    def holds(self, step: int) -> bool:
+        found = deltackpt.load(self.path, step=step)["state"]
+        return all(torch.equal(found[name], tensor) for name, tensor in self._at(step).items())
+
+
+@pytest.fixture
+def trained(tmp_path: Path) -> Iterator[Trained]:
+    made = Trained(tmp_path / "store")
+    yield made
+    with contextlib.suppress(DeltackptError):
+        made.checkpointer.close()
+
+
+def take(path: Path, folder: str) -> None:
+    """Put the older content of a folder, or of all of them, in place of what is there."""
+    copy = path.with_name("copy")
+    if folder == "all":
+        path.rename(path.with_name("away"))
+        copy.rename(path)
+    else:
+        shutil.rmtree(path / folder)
+        shutil.copytree(copy / folder, path / folder)
+
+
+@pytest.mark.parametrize("folder", ["all", "runs", "packs", "manifests"])
+def test_no_step_is_told_durable_that_needs_what_an_older_copy_lacks(
+    trained: Trained, folder: str
+) -> None:
+    """I1: the copy is put there between two saves, so that no call of the writer fails by it."""
+    for step in (1, 2):
+        trained.save(step)
+    shutil.copytree(trained.path, trained.path.with_name("copy"))
+    for step in (4, 5):
+        trained.save(step)
+    take(trained.path, folder)
+    acknowledged = [1, 2]
+    for step in (6, 7, 8):
+        try:
+            trained.save(step)
+            acknowledged.append(step)
+        except StateError as error:
+            assert error.kind == "collected"  # noqa: PT017
+    assert len(acknowledged) >= 4  # what is gone is stored anew: one save fails at most
+    assert all(map(trained.holds, acknowledged))
+
+
+@pytest.mark.parametrize("which", ["packs/*/*-00000003.pack", "manifests/*"])
+def test_what_is_deleted_by_hand_is_stored_anew(trained: Trained, which: str) -> None:
+    for step in (1, 2, 4):
+        trained.save(step)
+    for path in trained.path.glob(which):
+        path.unlink()
+    with contextlib.suppress(StateError):
+        trained.save(5)
+    trained.save(6)
+    assert trained.holds(6)
+    assert 5 not in trained.checkpointer.steps() or trained.holds(5)
