@@ -77,6 +77,7 @@ def report_of(
         durable_seconds=time.perf_counter() - progress.started,
         state_bytes=int(stats["state_bytes"]), changed_bytes=staging.changed_bytes,
         staged_bytes=staging.staged_bytes, written_bytes=int(stats["written_bytes"]),
+        small_changed_bytes=int(stats["small_changed_bytes"]),
         chunks=staging.chunks, changed_chunks=staging.changed_chunks,
         dedup_hits=int(stats["dedup_chunks"]), codecs=_codec_mix(stats),
         codec_bytes=_codec_bytes(stats),

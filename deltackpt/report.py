@@ -56,13 +56,17 @@ class SaveReport:
     durable_seconds: float
     """From the call of `save` until the step survives power loss."""
     state_bytes: int
-    """Size of the whole state, tied and viewed memory counted once."""
+    """Size of all tensors and large arrays, tied and viewed memory counted once. Plain values are
+    not counted."""
     changed_bytes: int
     """Bytes of chunks that differ from the step this save was compared with."""
     staged_bytes: int
     """Bytes copied into the staging ring."""
     written_bytes: int
-    """Encoded bytes of new chunks; manifest and commit record add a few KiB more."""
+    """Encoded bytes of new chunks; the commit record and the manifest come on top: a few KiB, and
+    what `small_changed_bytes` counts."""
+    small_changed_bytes: int
+    """Bytes of small tensors and plain values that differ from the save before this one."""
     chunks: int
     changed_chunks: int
     dedup_hits: int

@@ -586,6 +586,21 @@ def test_reports_add_up(path: Path, opened: Opener) -> None:
     assert report.to_dict()["step"] == 2
 
 
+def test_reports_tell_of_what_lies_in_the_manifest(path: Path, opened: Opener) -> None:
+    """All their figures were zero while a hundred kilobytes were written for each save."""
+    state: dict[str, Any] = {"noise": os.urandom(100_000), "small": torch.zeros(10)}
+    ckpt = opened(state, rng=False)
+    first = ckpt.save(0).result(60)
+    state["small"][3] = 1
+    second = ckpt.save(1).result(60)
+    third = ckpt.save(2).result(60)
+    size = (path / "manifests" / Store.open(path).find("main", 0).manifest.hex()).stat().st_size
+    assert 100_040 <= first.small_changed_bytes <= size
+    assert second.small_changed_bytes == 40
+    assert third.small_changed_bytes == third.written_bytes == 0
+    assert first.state_bytes == 40
+
+
 def test_observers_hear_of_each_save_in_order(path: Path, opened: Opener) -> None:
     class Broken:
         def on_event(self, event: events.Event, /) -> None:
