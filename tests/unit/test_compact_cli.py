@@ -109,15 +109,22 @@ def test_watch_goes_on_after_a_round_that_found_somebody_else(
 
 @pytest.mark.parametrize(
     ("text", "rate"),
-    [("50MB/s", 5e7), ("200 MiB/s", 200 << 20), ("1500000", 1.5e6), ("0.5g", 5e8), ("2kb/s", 2e3)],
+    [("50MB/s", 5e7), ("200 MiB/s", 200 << 20), ("1500000B", 1.5e6), ("0.5g", 5e8), ("2kb/s", 2e3)],
 )  # fmt: skip
 def test_rates(text: str, rate: float) -> None:
     assert parse_rate(text) == rate
 
 
-@pytest.mark.parametrize("text", ["", "fast", "0", "0MB/s", "-5MB", "5 furlongs", "5MB/h"])
+@pytest.mark.parametrize("text", ["", "fast", "0MB/s", "-5MB", "5 furlongs", "5MB/h"])
 def test_rates_that_are_none(text: str) -> None:
     with pytest.raises(ValueError, match="is no rate"):
+        parse_rate(text)
+
+
+@pytest.mark.parametrize("text", ["0", "50", "50/s"])
+def test_a_rate_says_its_unit(text: str) -> None:
+    """Prevents: ``--max-rate 50`` compacts at 50 bytes a second, for days."""
+    with pytest.raises(ValueError, match="lacks the unit"):
         parse_rate(text)
 
 

@@ -70,7 +70,6 @@ def lines(state: StoreState) -> list[str]:
     type=Seconds(min=0.05),
     default=1.0,
     show_default=True,
-    metavar="SECONDS",
     help="Time between two looks.",
 )
 @json_option

@@ -47,7 +47,7 @@ def parse_size(text: str) -> int | None:
 
 
 _RATE_UNITS = {
-    "": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
+    "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
     "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12,
     "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
 }  # fmt: skip
@@ -55,8 +55,11 @@ _RATE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*(?:/\s*s)?\s*\Z")
 
 
 def parse_rate(text: str) -> float:
-    """Bytes per second; ``/s`` may be left out. ValueError for anything else, and for zero."""
+    """Bytes per second; ``/s`` may be left out. ValueError for anything else, for zero, and for a
+    number without its unit, which would rarely mean bytes."""
     match = _RATE.match(text)
+    if match is not None and not match[2]:
+        raise ValueError(f"{text!r} lacks the unit: write for example 50MB/s or 200MiB/s")
     unit = _RATE_UNITS.get(match[2].lower()) if match else None
     if match is None or unit is None or float(match[1]) <= 0:
         raise ValueError(f"{text!r} is no rate: write for example 50MB/s or 200MiB/s")
@@ -99,15 +102,20 @@ class _Parsed(_ParamType):
 class Seconds(click.FloatRange):
     """A number of seconds from `min` up to `LONGEST`."""
 
+    name = "seconds"
+
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> float:
-        number = super().convert(value, param, ctx)
-        if not number <= LONGEST:  # which NaN is not either
+        try:
+            known = float(value) <= LONGEST  # which NaN is not
+        except ValueError:
+            known = False
+        if not known:
             self.fail(
                 f"{value!r} is no number of seconds, or more than a hundred years", param, ctx
             )
-        return number
+        return super().convert(value, param, ctx)
 
 
 def _parse_positive(text: str) -> float:
