@@ -599,3 +599,19 @@ def test_a_restore_names_the_object_that_gives_no_state(
     assert_same(training.copy(), expected)
     assert ckpt.restore() is not None
     ckpt.save(1).result(60)
+
+
+def test_a_state_that_takes_no_new_values_is_told_after_a_restore(opened: Opener) -> None:
+    class Closed(dict[str, Any]):
+        def update(self, *args: Any, **options: Any) -> None:
+            raise LookupError("read only")
+
+    state = Closed(w=torch.zeros(5), epoch=1)
+    ckpt = opened(state)
+    ckpt.save(1).result(60)
+    ckpt.restore()  # nothing is to be replaced
+    state["epoch"] = 2
+    with pytest.raises(StateError, match="read only") as caught:
+        ckpt.restore()
+    assert (caught.value.kind, caught.value.context["option"]) == ("incomplete-target", "state")
+    assert caught.value.context["incomplete"] == ("epoch",)
