@@ -39,9 +39,12 @@ def unneeded(store: Store, roots: Roots, marking: Marking, lying: Iterable[str])
     path = f"{store.path}/manifests"
     try:
         manifests = {bytes.fromhex(n) for n in store.io.list(path) if is_digest_name(n)}
-        live, _ = live_leases(store.io, store.path)
     except OSError as error:
         raise storage_error(error, "list", path) from error
+    try:
+        live, _ = live_leases(store.io, store.path)
+    except OSError as error:
+        raise storage_error(error, "read the leases of", store.path) from error
     return Doomed(
         packs=set(marking.catalogue.names) - marking.keeping(),
         manifests=manifests - roots.manifests,

@@ -305,3 +305,14 @@ def test_a_link_that_something_lost_may_lie_behind_stays(store_path: Path) -> No
     assert repair(store_path).ok
     assert verify(Store.open(store_path)).ok
     read_all(store_path)
+
+
+@pytest.mark.parametrize("plant", ["pipe", "link to itself"])
+def test_a_lease_that_cannot_be_read_is_called_one(store_path: Path, plant: str) -> None:
+    victim = store_path / FILES["lease"]
+    victim.parent.mkdir(parents=True, exist_ok=True)
+    PLANTS[plant](victim)
+    for dry_run in (True, False):
+        with pytest.raises(StorageError, match="leases of") as caught:
+            collect(Store.open(store_path), dry_run=dry_run)
+        assert victim.name in str(caught.value)
