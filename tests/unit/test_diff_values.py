@@ -245,6 +245,11 @@ def test_a_damaged_chunk_is_no_figure(small: SmallStore) -> None:
     data = bytearray(pack.read_bytes())
     data[5000] ^= 1
     pack.write_bytes(data)
-    with pytest.raises(CorruptionError):
+    with pytest.raises(CorruptionError) as caught:
         diff(small.store, first, second, values=True)
-    assert run("diff", small.path, "--values").exit_code == 12
+    assert caught.value.context["tensors"] == ("w",)
+    # case 112: no command named the tensor, only the chunk
+    for arguments in (["diff", "--values"], ["blame", "w", "--nan"]):
+        result = run(arguments[0], small.path, *arguments[1:])
+        assert result.exit_code == 12
+        assert "damaged in 'w': " in result.output

@@ -558,7 +558,9 @@ def test_damage_met_half_way_leaves_no_file(tmp_path: Path, name: str) -> None:
     data[30_000] ^= 1
     pack.write_bytes(data)
     target = tmp_path / name
-    exported(tmp_path / "store", "main", target, code=12)
+    told = exported(tmp_path / "store", "main", target, code=12).stderr
+    assert "damaged in 'b': " in told  # case 112
+    assert "'a'" not in told
     assert sorted(os.listdir(tmp_path)) == ["store"]
     target.write_text("precious")
     exported(tmp_path / "store", "main", target, "--force", code=12)

@@ -31,6 +31,7 @@ from deltackpt_store.errors import InvalidInputError
 from deltackpt_store.manifest import Commit
 from deltackpt_store.store import Store
 
+from deltackpt_tools.damage import naming_tensors
 from deltackpt_tools.frames import as_dict, frame
 from deltackpt_tools.history_stat import durable_seconds
 from deltackpt_tools.named import StoreLike, as_store
@@ -281,7 +282,8 @@ def measure_restore(
         some = sample[first : first + batch]
         buffers = [(chunk, memoryview(bytearray(length))) for chunk, length in some]
         began = time.perf_counter()
-        reader.read(buffers)
+        with naming_tensors(snapshot):
+            reader.read(buffers)
         spent += time.perf_counter() - began
         done += sum(length for _, length in some)
         if progress is not None:

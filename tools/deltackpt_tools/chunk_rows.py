@@ -10,6 +10,7 @@ from deltackpt_store.reader import ChunkReader
 from numpy.typing import NDArray
 
 from deltackpt_tools.compare import span
+from deltackpt_tools.damage import naming_tensors
 from deltackpt_tools.tensor_bytes import is_contiguous
 
 BATCH = 16 * 1024 * 1024  # bytes held at once; one chunk may be larger
@@ -73,5 +74,6 @@ class ChunkRows:
             start, stop = span(view)
             at = row * spec.chunk_bytes
             pieces.append((number, part[max(start - at, 0) : min(stop - at, length)]))
-        self._reader.read(requests)
+        with naming_tensors(self.snapshot):
+            self._reader.read(requests)
         yield from pieces

@@ -75,6 +75,8 @@ def _whole_parts(prefix: str, paths: Sequence[str]) -> str:
             hint="write the one that is meant",
             prefix=prefix,
         )
+    if not prefix:
+        raise NotFoundError("this step holds no tensor and no value", kind="nothing-selected")
     alone = prefix in paths
     raise NotFoundError(
         f"nothing in this step lies below {prefix!r}" + (", which is one leaf" if alone else ""),

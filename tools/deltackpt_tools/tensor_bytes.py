@@ -21,6 +21,8 @@ from deltackpt_store.manifest import Snapshot, TensorView, element_bytes
 from deltackpt_store.reader import ChunkReader
 from numpy.typing import NDArray
 
+from deltackpt_tools.damage import naming_tensors
+
 WINDOW = 32 * 1024 * 1024  # bytes read from the store at once
 BLOCK = 8 * 1024 * 1024  # bytes gathered at once
 SCRATCH = 64 * 1024 * 1024  # larger pieces that must be gathered go to a temporary file
@@ -30,8 +32,8 @@ class TensorBytes:
     """Reads the extents and tensors of one snapshot. Not thread-safe.
 
     Every yielded buffer is valid until the next one is asked for. All bytes have been checked
-    against their chunk ids; CorruptionError otherwise. `scratch_folder` must have room for the
-    largest tensor that is not contiguous.
+    against their chunk ids; CorruptionError naming the tensors otherwise. `scratch_folder` must
+    have room for the largest tensor that is not contiguous.
     """
 
     def __init__(self, snapshot: Snapshot, reader: ChunkReader, scratch_folder: str) -> None:
@@ -59,15 +61,12 @@ class TensorBytes:
         for first in range(start // size, end, at_once):
             last = min(first + at_once, end)
             base = first * size
-            self._reader.read(
-                [
-                    (
-                        ids[chunk].tobytes(),
-                        window[chunk * size - base :][: spec.chunk_length(chunk)],
-                    )
-                    for chunk in range(first, last)
-                ]
-            )
+            wanted = [
+                (ids[chunk].tobytes(), window[chunk * size - base :][: spec.chunk_length(chunk)])
+                for chunk in range(first, last)
+            ]
+            with naming_tensors(self._snapshot):
+                self._reader.read(wanted)
             yield window[max(start, base) - base : min(stop, last * size) - base]
 
     def tensor(self, view: TensorView) -> Iterator[memoryview]:
