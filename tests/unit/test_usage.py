@@ -11,7 +11,8 @@ from deltackpt_store.pack import pack_path
 from deltackpt_store.store import Store
 from deltackpt_tools.chunk_lives import Lives
 from deltackpt_tools.chunk_states import ChunkStates
-from deltackpt_tools.usage import Catalogue, measure
+from deltackpt_tools.stored_chunks import StoredChunks
+from deltackpt_tools.usage import measure
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from report_store import make_report_store
@@ -83,4 +84,4 @@ def test_figures_are_those_of_whole_snapshots(tmp_path: Path, lose_a_pack: bool)
         seen |= ids
     assert bool(sum(step.missing for step in steps)) == lose_a_pack
     assert usage.referenced == sum(sizes.get(i, 0) for i in seen)
-    assert len(Catalogue(store).keys) == len(sizes)
+    assert len(StoredChunks(store).keys) == len(sizes)

@@ -18,8 +18,9 @@ from deltackpt_tools.base_interval import base_interval
 from deltackpt_tools.frames import frame
 from deltackpt_tools.named import StoreLike, as_store
 from deltackpt_tools.store_health import Health, health_of
+from deltackpt_tools.stored_chunks import chunk_keys, joined
 from deltackpt_tools.survey import RunSurvey, RunWalk, Shares, save_points
-from deltackpt_tools.usage import all_commits, chunk_keys, joined
+from deltackpt_tools.usage import all_commits
 
 Progress = Callable[[int, int | None], None]
 MTBF = 6 * 3600.0

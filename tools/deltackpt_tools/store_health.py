@@ -10,7 +10,8 @@ from deltackpt_store.store import Store
 from numpy.typing import NDArray
 
 from deltackpt_tools.frames import as_dict
-from deltackpt_tools.usage import Catalogue, joined, measure_files
+from deltackpt_tools.stored_chunks import StoredChunks, joined
+from deltackpt_tools.usage import measure_files
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +50,11 @@ def health_of(
 ) -> Health:
     """Measure a store of `commits` commits, whose chunks have the `keys`, and verify it (or only
     what `run` needs) at that level, if any."""
-    catalogue = Catalogue(store)
-    places, known = catalogue.find(np.unique(joined(keys, np.uint64)))
-    reached = catalogue.closure(places[known])
-    distinct = int(catalogue.stored.sum())
-    referenced = int(catalogue.stored[reached].sum())
+    chunks = StoredChunks(store)
+    places, known = chunks.find(np.unique(joined(keys, np.uint64)))
+    reached = chunks.closure(places[known])
+    distinct = int(chunks.stored.sum())
+    referenced = int(chunks.stored[reached].sum())
     files, _ = measure_files(store)  # `du` tells what could not be measured
     findings: list[tuple[str, str, str]] = []
     if level is not None:
@@ -70,8 +71,8 @@ def health_of(
         manifest_bytes=files.bytes.get("manifests", 0),
         referenced_bytes=referenced,
         unreferenced_bytes=distinct - referenced,
-        duplicate_bytes=catalogue.all_stored - distinct,
-        overhead_bytes=files.bytes.get("packs", 0) - catalogue.all_stored,
+        duplicate_bytes=chunks.all_stored - distinct,
+        overhead_bytes=files.bytes.get("packs", 0) - chunks.all_stored,
         commits=commits,
         retired=_retired(store),
         pins=tuple(sorted(store.pins())),

@@ -19,7 +19,7 @@ from deltackpt_tools.frames import as_dict
 from deltackpt_tools.history_stat import durable_seconds
 from deltackpt_tools.module_paths import Folding, natural, suited
 from deltackpt_tools.parameters import ParameterNames, labelled
-from deltackpt_tools.usage import chunk_keys
+from deltackpt_tools.stored_chunks import chunk_keys
 
 ALWAYS = 0.9  # share of a tensor that changes at each save, from which on it "always" does
 NOTHING_GAINED = 0.95  # stored bytes by raw bytes

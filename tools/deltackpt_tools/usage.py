@@ -1,8 +1,7 @@
 """Who holds which bytes: chunks counted by the steps and runs that reach them.
 
 Bytes are those stored (encoded payloads). A chunk is *only here* when no other step (or run)
-reaches it: that much would become free if the step (or run) alone went away. For speed chunks are
-told apart by the first eight bytes of their ids, which is far more than counting needs.
+reaches it: that much would become free if the step (or run) alone went away.
 """
 
 from __future__ import annotations
@@ -10,18 +9,17 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 from deltackpt_store.errors import DeltackptError
 from deltackpt_store.fileio import is_link
-from deltackpt_store.index import Location
-from deltackpt_store.manifest import ID_BYTES, Commit
+from deltackpt_store.manifest import Commit
 from deltackpt_store.store import DIRECTORIES, Store
 from numpy.typing import NDArray
 
 from deltackpt_tools.chunk_lives import Lives
 from deltackpt_tools.chunk_states import ChunkStates, Keys
+from deltackpt_tools.stored_chunks import StoredChunks
 
 
 @dataclass(slots=True)
@@ -69,82 +67,6 @@ class Usage:
     """What could not be read, and so is not counted: (what, why)."""
 
 
-class Catalogue:
-    """Every stored chunk once: its key, its stored bytes, and what it is coded against.
-
-    Damaged packs are searched for their records, as a restore does.
-    """
-
-    def __init__(self, store: Store) -> None:
-        index = store.index()
-        tables = [e for e in map(index.entries, sorted(index.packs())) if e is not None]
-        found = _salvaged(store)
-        ids = [entries.ids for entries in tables] + [_rows([i for i, _ in found])]
-        keys = joined([chunk_keys(part) for part in ids], np.uint64)
-        sizes = [entries.table["stored"].astype(np.int64) for entries in tables]
-        sizes.append(np.array([place.stored for _, place in found], np.int64))
-        stored = joined(sizes, np.int64)
-        self.all_stored = int(stored.sum())
-        self.keys, first = np.unique(keys, return_index=True)
-        self.stored: NDArray[np.int64] = stored[first]
-        owners = [np.repeat(chunk_keys(e.ids), e.table["refs"]) for e in tables if len(e.refs)]
-        targets = [chunk_keys(e.refs) for e in tables if len(e.refs)]
-        pairs = [(i, ref) for i, place in found for ref in place.refs]
-        owners.append(chunk_keys(_rows([i for i, _ in pairs])))
-        targets.append(chunk_keys(_rows([ref for _, ref in pairs])))
-        self._from = self.find(joined(owners, np.uint64))[0]
-        self._to, self._known = self.find(joined(targets, np.uint64))
-
-    def find(self, keys: Keys) -> tuple[NDArray[np.intp], NDArray[np.bool_]]:
-        """Place of each key, and whether it is there at all."""
-        if not len(self.keys):
-            return np.zeros(len(keys), np.intp), np.zeros(len(keys), np.bool_)
-        places = np.minimum(np.searchsorted(self.keys, keys), len(self.keys) - 1)
-        return places, self.keys[places] == keys
-
-    @property
-    def references(self) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-        """Places of the two ends of every reference whose target is stored."""
-        return self._from[self._known], self._to[self._known]
-
-    def closure(self, places: NDArray[np.intp]) -> NDArray[np.intp]:
-        """`places` and the chunks they are coded against, each once."""
-        reached = np.zeros(len(self.keys), np.bool_)
-        reached[places] = True
-        while len(self._from):
-            targets = self._to[reached[self._from] & self._known]
-            if reached[targets].all():
-                break
-            reached[targets] = True
-        return np.flatnonzero(reached)
-
-
-def _salvaged(store: Store) -> list[tuple[bytes, Location]]:
-    """(id, place) of every intact record of the damaged packs."""
-    packs = store.packs
-    return [
-        (chunk_id, place)
-        for name in sorted(packs.damaged)
-        for chunk_id, places in packs.salvaged(name).items()
-        for place in places
-    ]
-
-
-def _rows(ids: list[bytes]) -> NDArray[np.uint8]:
-    """Ids as an array of shape (n, 32)."""
-    return np.frombuffer(b"".join(ids), np.uint8).reshape(-1, ID_BYTES)
-
-
-def chunk_keys(ids: NDArray[np.uint8]) -> Keys:
-    """The first eight bytes of every id."""
-    return np.ascontiguousarray(ids[:, :8]).view(np.uint64).reshape(-1)
-
-
-def joined(arrays: list[NDArray[Any]], dtype: type[Any]) -> NDArray[Any]:
-    """All arrays one after the other; of `dtype` when there is none."""
-    return np.concatenate(arrays) if arrays else np.empty(0, dtype)
-
-
 def measure(store: Store, progress: Callable[[int, int], None] | None = None) -> Usage:
     """Read all commits, manifests and pack tables (no payload) and add up.
 
@@ -152,9 +74,9 @@ def measure(store: Store, progress: Callable[[int, int], None] | None = None) ->
     """
     unreadable: list[tuple[str, str]] = []
     commits = all_commits(store, unreadable)
-    catalogue = Catalogue(store)
+    chunks = StoredChunks(store)
     unreadable += [(f"packs/{n}", e.message) for n, e in sorted(store.packs.damaged.items())]
-    counting = _Counting(catalogue, ChunkStates(store))
+    counting = _Counting(chunks, ChunkStates(store))
     done, total = 0, sum(len(of_run) for _, of_run in commits)
     for run, of_run in commits:
         counting.begin(run)
@@ -170,14 +92,14 @@ def measure(store: Store, progress: Callable[[int, int], None] | None = None) ->
     runs, referenced = counting.finish()
     files, left_out = measure_files(store)
     unreadable += left_out
-    distinct = int(catalogue.stored.sum())
+    distinct = int(chunks.stored.sum())
     return Usage(
         files=files,
         runs=runs,
         referenced=referenced,
         unreferenced=distinct - referenced,
-        duplicates=catalogue.all_stored - distinct,
-        overhead=files.bytes.get("packs", 0) - catalogue.all_stored,
+        duplicates=chunks.all_stored - distinct,
+        overhead=files.bytes.get("packs", 0) - chunks.all_stored,
         unreadable=unreadable,
     )
 
@@ -222,20 +144,20 @@ def _forks_last(runs: list[tuple[str, list[Commit]]]) -> list[tuple[str, list[Co
 class _Counting:
     """Counts steps and runs by chunk, in time that grows with what changes from step to step.
 
-    Chunks that no pack holds have places behind those of the catalogue, and no bytes.
+    Chunks that no pack holds have places behind those of the stored ones, and no bytes.
     """
 
-    def __init__(self, catalogue: Catalogue, states: ChunkStates) -> None:
-        self._catalogue = catalogue
+    def __init__(self, chunks: StoredChunks, states: ChunkStates) -> None:
+        self._chunks = chunks
         self._states = states
         self._lost = np.empty(0, np.uint64)  # keys of the chunks that no pack holds, in order
         self._lost_at = np.empty(0, np.intp)  # and their places
         self._keys = np.empty(0, np.uint64)
         self._runs: list[RunUsage] = []
         self._steps: list[StepUsage] = []
-        size = len(catalogue.keys)
-        self._lives = Lives(size, *catalogue.references)
-        self._stored = catalogue.stored
+        size = len(chunks.keys)
+        self._lives = Lives(size, *chunks.references)
+        self._stored = chunks.stored
         self._reached = np.zeros(size, np.int64)  # by how many steps, up to when it went last
         self._since = np.zeros(size, np.int64)  # number of the step that needed it first, or again
         self._run_reached = np.zeros(size, np.int64)  # by how many runs
@@ -287,11 +209,11 @@ class _Counting:
         self._since[change.born] = now
         for places, sign in ((change.born, 1), (change.gone, -1)):
             self._total += sign * int(self._stored[places].sum())
-            self._missing += sign * int((places >= len(self._catalogue.keys)).sum())
+            self._missing += sign * int((places >= len(self._chunks.keys)).sum())
         return change.born
 
     def _find(self, keys: Keys) -> NDArray[np.intp]:
-        places, known = self._catalogue.find(keys)
+        places, known = self._chunks.find(keys)
         if not known.all():
             places[~known] = self._find_lost(keys[~known])
         return places

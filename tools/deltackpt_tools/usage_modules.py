@@ -12,9 +12,11 @@ from deltackpt_store.errors import DeltackptError
 from deltackpt_store.store import Store
 from numpy.typing import NDArray
 
+from deltackpt_tools.chunk_states import Keys
 from deltackpt_tools.frames import as_dict
 from deltackpt_tools.module_paths import Depth, folding, natural
-from deltackpt_tools.usage import Catalogue, Keys, all_commits, chunk_keys, joined
+from deltackpt_tools.stored_chunks import StoredChunks, chunk_keys, joined
+from deltackpt_tools.usage import all_commits
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,7 @@ def measure_modules(
     Bytes that several tensors share count for each of their modules, and as unique for none. What
     a chunk is coded against counts for the module as well.
     """
-    catalogue = Catalogue(store)
+    held = StoredChunks(store)
     keys: dict[str, list[Keys]] = {}
     commits = [commit for _, of_run in all_commits(store, []) for commit in of_run]
     seen: dict[str, list[NDArray[np.uint8]]] = {}
@@ -70,20 +72,20 @@ def measure_modules(
             keys.setdefault(module, []).extend(_fresh(before, present))
         if progress is not None:
             progress(done + 1, len(commits))
-    places = {module: _places(catalogue, wanted) for module, wanted in keys.items()}
-    newest = {m: _places(catalogue, [chunk_keys(ids) for ids in seen[m]]) for m in keys}
-    holders = np.zeros(len(catalogue.keys), np.int32)
+    places = {module: _places(held, wanted) for module, wanted in keys.items()}
+    newest = {m: _places(held, [chunk_keys(ids) for ids in seen[m]]) for m in keys}
+    holders = np.zeros(len(held.keys), np.int32)
     for mine in places.values():
         holders[mine] += 1
     found: list[ModuleUsage] = []
     for module, mine in places.items():
-        stored = catalogue.stored[mine]
+        stored = held.stored[mine]
         found.append(
             ModuleUsage(
                 module=module,
                 total_bytes=int(stored.sum()),
                 unique_bytes=int(stored[holders[mine] == 1].sum()),
-                newest_bytes=int(catalogue.stored[newest[module]].sum()),
+                newest_bytes=int(held.stored[newest[module]].sum()),
                 chunks=len(mine),
             )
         )
@@ -109,6 +111,6 @@ def _fresh(before: list[NDArray[np.uint8]], present: list[NDArray[np.uint8]]) ->
     return [chunk_keys(b[(a != b).any(axis=1)]) for a, b in pairs]
 
 
-def _places(catalogue: Catalogue, keys: list[Keys]) -> NDArray[np.intp]:
-    places, known = catalogue.find(np.unique(joined(keys, np.uint64)))
-    return catalogue.closure(places[known])
+def _places(held: StoredChunks, keys: list[Keys]) -> NDArray[np.intp]:
+    places, known = held.find(np.unique(joined(keys, np.uint64)))
+    return held.closure(places[known])
