@@ -322,7 +322,7 @@ SCHEMAS: dict[str, dict[str, Any]] = {
         "format": str, "store": str, "level": str, "ok": bool, "runs": int, "commits": int,
         "manifests": int, "packs": int, "chunks": int, "bytes": int,
         "findings": [{"kind": str, "name": str, "pack": OPTIONAL_STR, "reason": str,
-                      "hits": [HIT], "needed_by": [HIT]}],
+                      "unreadable": bool, "hits": [HIT], "needed_by": [HIT]}],
         "notes": [{"kind": str, "name": str, "pack": OPTIONAL_STR, "reason": str}],
         "coverage": ({
             "packs": int, "total_bytes": int, "checked_packs": int, "checked_bytes": int,
