@@ -429,7 +429,8 @@ class _Verification:
         """One finding for each damaged pack, damaged record, and chunk lost in another way.
 
         A pack that is gone, and a whole record whose references are gone, are collected garbage
-        as far as no step has lost anything by them.
+        as far as no step has lost anything by them. Beside a pack that could not be read, what is
+        missing may well lie there.
         """
         hits, blamed = self._hits(lost, {record.id for record in bad})
         for name, error in sorted(self._bad_packs.items()):
@@ -451,6 +452,15 @@ class _Verification:
                 self._found("chunk", record.id.hex(), record.error, hit, where)
         for chunk_id in sorted(hits.keys() - {record.id for record in bad}):
             self._found("chunk", chunk_id.hex(), lost[chunk_id], hits[chunk_id])
+        if any(finding.kind == "pack" and finding.unreadable for finding in self._findings):
+            dangling = {record.id.hex() for record in bad if record.dangling}
+            absent = {chunk_id.hex() for chunk_id in lost.keys() - {record.id for record in bad}}
+            self._findings = [
+                msgspec.structs.replace(finding, unreadable=True)
+                if finding.kind == "chunk" and finding.name in dangling | absent
+                else finding
+                for finding in self._findings
+            ]
 
     def _hits(
         self, lost: Lost, known: set[bytes]

@@ -409,7 +409,7 @@ def test_what_the_file_system_knows_to_be_bad_is_damage(
     assert not any(finding.unreadable for finding in report.findings)
 
 
-def test_lost_references(small: SmallStore) -> None:
+def test_lost_references(small: SmallStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """A chunk coded against a lost chunk is lost with it."""
 
     def xor(params: bytes, payload: memoryview, out: memoryview, refs: Any) -> None:
@@ -452,6 +452,16 @@ def test_lost_references(small: SmallStore) -> None:
         for level in LEVELS:
             report = verify(small.store, level=level)
             assert report.damaged_steps == [("main", 1), ("main", 2)]
+            assert not report.unread
+        path.write_bytes(whole)
+        refuse(monkeypatch, errno.EACCES, path.name)
+        for level in LEVELS[:2]:  # nobody knows whether anything is damaged
+            report = verify(small.store, level=level, threads=1)
+            assert report.damaged_steps == [("main", 1), ("main", 2)]
+            assert report.unread
+        for level in LEVELS[2:]:
+            with pytest.raises(StorageError, match="Permission denied"):
+                verify(small.store, level=level, threads=1)
     finally:
         codecs._codecs.pop(201)
 
