@@ -94,10 +94,12 @@ class Checkpointer:
     :meth:`step` logs failures and never raises them.
 
     **Threads.** One thread at a time calls `save`, `step`, `restore` and `close`: the training
-    thread. What other threads write to copied tensors during a call of `save` (as far as PyTorch
-    counts it) is copied again, until all copies are those of one moment; when that does not come
-    to an end, `save` raises the error of a torn save, and the next `step` saves. `lock` and the
-    handles may be used from any thread, `preempted` and `should_save` also from signal handlers.
+    thread, or another one while that waits. A save while another thread is inside of the step of an
+    optimizer of the state is refused: `StateError`, kind "mid-step". What other threads write to
+    copied tensors during a call of `save` (as far as PyTorch counts it) is copied again, until all
+    copies are those of one moment; when that does not come to an end, `save` raises the error of a
+    torn save, and the next `step` saves. `lock` and the handles may be used from any thread,
+    `preempted` and `should_save` also from signal handlers.
     In a forked child every call raises `StateError` (kind "forked").
     """
 
@@ -303,6 +305,7 @@ class Checkpointer:
         step, checked = check_step(step), check_metrics(metrics)
         state = entries_of(self._state, "state")
         _refuse_empty(state)
+        self._guard.refuse_half_a_step(state)
         if step == self._newest_step and checked:
             self._newest_metrics = dict(checked)
         if not overwrite:
@@ -327,6 +330,12 @@ class Checkpointer:
                 copied=self._pipeline.restless.paths if overlap else (),
             )
         except CorruptionError:  # another thread went on writing to a tensor
+            self._deferred = True
+            raise
+        try:
+            self._guard.refuse_half_a_step(state)
+        except StateError:  # which has begun since
+            captured.release()
             self._deferred = True
             raise
         if captured.signs and not self._pipeline.failures.comparable:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import sys
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import FrameType
 from typing import Any, cast
 
+from deltackpt_store.errors import StateError
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -14,6 +18,9 @@ from .devices import is_capturing
 from .pipeline import SavePipeline
 
 _log = logging.getLogger("deltackpt")
+
+_STEP = "Optimizer.profile_hook_step.<locals>.wrapper"
+"""The code in which PyTorch runs every optimizer's step, and the hooks before it."""
 
 
 class Guard:
@@ -30,6 +37,7 @@ class Guard:
         """An optimizer's step or a call of `lock` was seen: whoever modifies the state waits."""
         self.replayed = False
         """An optimizer's step has been captured in a CUDA graph. Replays of it do not come here."""
+        self._threads: set[int] = set()  # those that have stepped an optimizer
         self._handle = register_optimizer_step_pre_hook(self._hook)
 
     def lock(self) -> None:
@@ -39,6 +47,23 @@ class Guard:
             if first:
                 self._pipeline.expect()
             self._pipeline.lock()
+
+    def refuse_half_a_step(self, state: Any) -> None:
+        """Raise `StateError` (kind "mid-step") while another thread is inside of the step of one of
+        the optimizers in `state`: it holds parameters from before the step and from after it."""
+        others = self._threads.difference((threading.get_ident(),))
+        if not others:
+            return
+        optimizers = list(optimizers_in(state))
+        frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
+        if any(_steps(frames.get(thread), optimizers) for thread in others):
+            raise StateError(
+                "a save was called while another thread was inside of the step of an optimizer of"
+                " the state, of which a half would have been saved",
+                kind="mid-step",
+                hint="call save and step in the thread that trains, or while that one waits; "
+                "every=Every(seconds=...) saves by the clock",
+            )
 
     def remove(self) -> None:
         self._handle.remove()
@@ -56,6 +81,7 @@ class Guard:
                 "an optimizer's step was captured in a CUDA graph: replays of it cannot wait for a"
                 " save, so from now on saves return only when they have read all tensors"
             )
+        self._threads.add(threading.get_ident())
         self.lock()
 
     # As torch.compiler.disable, which would import the compiler: a compiled step calls these as
@@ -65,13 +91,31 @@ class Guard:
     del _method
 
 
-def has_optimizer(value: Any, depth: int = 4) -> bool:
+def has_optimizer(state: Any) -> bool:
     """Whether a `torch.optim.Optimizer` is among the objects of a state."""
+    return any(True for _ in optimizers_in(state))
+
+
+def optimizers_in(value: Any, depth: int = 4) -> Iterator[Optimizer]:
+    """Every `torch.optim.Optimizer` among the objects of a state."""
     if isinstance(value, Optimizer):
-        return True
+        yield value
     items: Iterable[Any] = ()
     if isinstance(value, Mapping):
         items = cast("Mapping[Any, Any]", value).values()
     elif isinstance(value, (list, tuple)):
         items = cast("Sequence[Any]", value)
-    return depth > 0 and any(has_optimizer(item, depth - 1) for item in items)
+    if depth > 0:
+        for item in items:
+            yield from optimizers_in(item, depth - 1)
+
+
+def _steps(frame: FrameType | None, optimizers: Sequence[Optimizer]) -> bool:
+    """Whether a thread that is at `frame` is inside of the step of one of `optimizers`."""
+    while frame is not None:
+        if frame.f_code.co_qualname == _STEP:
+            stepped = frame.f_locals.get("self")
+            if any(stepped is optimizer for optimizer in optimizers):
+                return True
+        frame = frame.f_back
+    return False

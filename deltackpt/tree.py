@@ -45,7 +45,7 @@ from deltackpt_store.values import (
     refuse,
 )
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Sampler
 
 from .building import SPARSE_TAGS, build
 from .nodes import (
@@ -196,6 +196,8 @@ class Walker:
             raise refuse(path, "is a torch.Generator", keeper_hint("generator.get_state()"))
         if isinstance(value, DataLoader):
             raise refuse(path, "is a DataLoader, which has no state_dict()", LOADER_HINT)
+        if isinstance(value, Sampler):
+            raise refuse(path, f"is a {kind.__name__}, which has no state_dict()", LOADER_HINT)
         encode_node(value, path)  # raises, saying what is wrong with it
         raise refuse(path, f"is of type {kind.__qualname__}", "save plain values from it")
 

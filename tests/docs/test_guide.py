@@ -132,6 +132,18 @@ class Loops:
         self.steps = state["steps"]
 
 
+class Patience:
+    """A stand-in for another callback, such as early stopping."""
+
+    waited = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"waited": self.waited}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.waited = state["waited"]
+
+
 class LightningTrainer:
     """A stand-in for Lightning's Trainer."""
 
@@ -139,6 +151,7 @@ class LightningTrainer:
         self.optimizers = [optimizer]
         self.lr_scheduler_configs = [SimpleNamespace(scheduler=scheduler)]
         self.fit_loop = Loops()
+        self.callbacks = [Patience()]
 
     @property
     def global_step(self) -> int:
@@ -161,16 +174,19 @@ def test_the_callback_for_lightning(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             if index % 2:
                 losses.append(names["train_step"]())
                 trainer.fit_loop.steps += 1
+                trainer.callbacks[0].waited += 1
             callback.on_train_batch_end(trainer, names["model"], None, None, index)
             index += 1
         callback.on_train_end(trainer, names["model"])
         epochs.append(names["scheduler"].last_epoch)
+        waited.append(trainer.callbacks[0].waited)
 
     losses: list[float] = []
     epochs: list[int] = []
+    waited: list[int] = []
     train(3)
     train(5)
-    assert epochs == [3, 5]
+    assert epochs == waited == [3, 5]
     assert deltackpt.steps("runs/store") == [1, 2, 3, 4, 5]
     names = prepared("Trainers that own the loop")
     torch.rand(3)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from deltackpt_store.errors import InvalidInputError
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, RandomSampler
 
 import deltackpt
 from deltackpt.capture import capture
@@ -40,6 +40,7 @@ def _cycle() -> list[Any]:
     [
         ({"loader": DataLoader([1, 2])}, "loader", "StatefulDataLoader"),
         ({"data": {"train": [DataLoader([1])]}}, "data/train/0", "StatefulDataLoader"),
+        ({"sampler": RandomSampler([1])}, "sampler", "StatefulDataLoader"),
         ({"sampler": object()}, "sampler", "state_dict"),
         ({"n": 1, "seen": {object()}}, "seen", ""),
         ({"log": open}, "log", ""),
