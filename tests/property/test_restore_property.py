@@ -108,6 +108,24 @@ def assert_equal(left: Any, right: Any) -> None:
         assert repr(left) == repr(right)
 
 
+def what_fits(saved: Any, present: Any) -> Any:
+    """`saved`, but for tensors that it has nothing fitting for: they stay."""
+    if isinstance(present, torch.Tensor):
+        if not isinstance(saved, torch.Tensor):
+            return present
+        return (
+            saved
+            if saved.shape == present.shape or not saved.numel() * present.numel()
+            else present
+        )
+    if type(saved) is type(present) is dict:
+        return {k: what_fits(v, present[k]) if k in present else v for k, v in saved.items()}
+    if isinstance(saved, (list, tuple)) and isinstance(present, (list, tuple)):
+        pairs = zip(saved, present, strict=False)
+        return type(saved)([*(what_fits(*pair) for pair in pairs), *saved[len(present) :]])
+    return saved
+
+
 @settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
 @given(trees, trees, st.booleans())
 def test_the_checkpoint_decides_what_containers_hold(
@@ -116,7 +134,7 @@ def test_the_checkpoint_decides_what_containers_hold(
     # case 28
     with tempfile.TemporaryDirectory() as folder:
         keeper = Keeper(Path(folder) / "store")
-        expected = copy.deepcopy(saved)
+        expected, before = copy.deepcopy((saved, present))
         keeper.save({"x": saved, "n": 1}, 1, rng=False)
         state = {"x": present, "n": 0}
         try:
@@ -127,6 +145,9 @@ def test_the_checkpoint_decides_what_containers_hold(
                 restore_into(keeper.path, state, low_memory=low_memory, strict=False)
             except ValueError:
                 return
+            assert_equal(state["x"], what_fits(expected, before))
+            assert state["n"] == 1
+            return
         assert_equal(state["x"], expected)
         assert state["n"] == 1
         restore_into(keeper.path, state)  # into itself: nothing differs any more
