@@ -211,7 +211,7 @@ class CodingPolicy:
         if width == 8:
             candidates = candidates[:2]  # doubles never repeat sparsely enough to pay for a try
         if self.mode == "small" and reference:
-            candidates += (SORTED,)  # half as quick as the others, to write and to read
+            candidates += (SORTED,)  # a third as quick as DELTA, to write and to read
         self._adopt(known, stream, dtype, candidates)
         unknown = any(candidate not in known.share for candidate in candidates)
         known.since += 1

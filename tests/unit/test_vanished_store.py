@@ -303,7 +303,7 @@ def test_no_step_is_told_durable_that_needs_what_an_older_copy_lacks(
             trained.save(step)
             acknowledged.append(step)
         except StateError as error:
-            assert error.kind == "collected"  # noqa: PT017
+            assert error.kind == "collected"  # noqa: PT017 - any number of these saves may fail
     assert len(acknowledged) >= 4  # what is gone is stored anew: one save fails at most
     assert all(map(trained.holds, acknowledged))
 

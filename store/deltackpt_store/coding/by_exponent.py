@@ -37,7 +37,7 @@ from deltackpt_store.fileio import Buffer
 
 Numbers = NDArray[np.int64]
 
-MAX_BOUNDS = 15
+_MAX_BOUNDS = 15
 
 _KEY_AT = {2: 7, 4: 23, 8: 52}  # lowest bit of the key, by width
 _CLASSES = {2: 8, 4: 8, 8: 4}  # each costs tables of its own
@@ -80,7 +80,7 @@ def decode_by_exponent(
         raise damaged("it needs one reference")
     unpacker = Unpacker(memoryview(params), payload)
     width, count = unpacker.byte(), unpacker.byte()
-    if width not in _KEY_AT or not 0 < count <= MAX_BOUNDS:
+    if width not in _KEY_AT or not 0 < count <= _MAX_BOUNDS:
         raise damaged("its parameters are not valid")
     bounds = np.array([unpacker.byte() for _ in range(count)], np.int64)
     if (np.diff(bounds, prepend=0) <= 0).any():
