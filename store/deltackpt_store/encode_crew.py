@@ -91,7 +91,6 @@ class _Helper:
         self.pid = pid
         self.sock = sock
         self.given: deque[_Given] = deque()
-        self.cpu_seconds = 0.0
         self.area = area
         """Bytes that the payloads of one message may have."""
         self._areas = deque(arena[at : at + area] for at in range(0, len(arena), area))
@@ -113,7 +112,6 @@ class _Helper:
         if not data:
             raise ConnectionError("it has ended")
         replies = encode_helper.decode_replies(data)
-        self.cpu_seconds = replies[-1].cpu_seconds
         area = self._areas[0]
         self._areas.rotate(-1)
         return self.given.popleft(), replies, area
@@ -130,8 +128,8 @@ class Crew:
     def __init__(self) -> None:
         """A crew of none: see `hire`."""
         self._helpers: list[_Helper] = []
+        self._later: Run[Any] | None = None  # to be begun when the present one has all been given
         self._gone: list[int] = []  # killed, perhaps not reaped yet
-        self._cpu_seconds = 0.0  # of those that are gone
         self._ring_at = self._ring_bytes = 0
 
     @classmethod
@@ -173,48 +171,58 @@ class Crew:
     def __len__(self) -> int:
         return len(self._helpers)
 
-    @property
-    def cpu_seconds(self) -> float:
-        """Processor time that the helpers have used so far."""
-        return self._cpu_seconds + sum(helper.cpu_seconds for helper in self._helpers)
-
     def piece(self, raw: memoryview) -> Piece | None:
         """Where in the ring the bytes lie; None when they do not."""
         at = _address(raw) - self._ring_at
         return (at, len(raw)) if 0 <= at <= self._ring_bytes - len(raw) else None
 
-    def start(self, tasks: Sequence[Task[_R]], helpers: int, *, ahead: bool = False) -> Run[_R]:
-        """Tasks to be done with so many helpers at most.
+    def start(self, tasks: Sequence[Task[_R]], *, alone: bool, ahead: bool = False) -> Run[_R]:
+        """Tasks to be done, by helpers too unless `alone`.
 
-        `ahead`: this process has something else to do first, so helpers begin with all of them now.
+        `ahead`: this process has something else to do first. Helpers begin with these when there
+        is nothing of that left for them.
         """
-        run = Run(tasks, self._helpers[:helpers])
+        run = Run(tasks, [] if alone else list(self._helpers))
         if ahead:
-            for number, helper in enumerate(run.team):
-                if len(helper.given) < _AHEAD:
-                    self._give(run, helper, -(-len(run.shared) // (len(run.team) - number)))
+            self._later = run
         return run
 
     def results(self, run: Run[_R]) -> Iterator[_R]:
         """Do all tasks and give the results in order.
 
-        Helpers go on while the caller deals with a result, also of another run. Raises what a task
-        raises here; what goes wrong in a helper is done here instead.
+        Helpers do the first ones, so that the caller can deal with a result, which only it can do,
+        while there are still others for them; this process does the last ones when it would have
+        to wait. Raises what a task raises here; what goes wrong in a helper is done here instead.
         """
+        if run is self._later:
+            self._later = None
         for number in range(len(run.tasks)):
+            self._exchange(run)
             while number not in run.results:
-                self._hand_out(run)
-                if run.own or run.shared:
-                    task = (run.own or run.shared).popleft()
-                    run.results[task] = run.tasks[task].here()
+                if run.own:
+                    self._do(run, run.own.popleft())
+                elif run.shared:
+                    given = run.shared[0] != number
+                    self._do(run, run.shared.pop() if given else run.shared.popleft())
                 else:
                     self._wait(run)
-                for helper in list(run.team):
-                    self._collect(helper)
+                self._exchange(run)
             yield run.results.pop(number)
 
-    def _hand_out(self, run: Run[Any]) -> None:
-        """Give helpers the tasks that come last, as long as there are others to do here.
+    def _do(self, run: Run[Any], task: int) -> None:
+        run.results[task] = run.tasks[task].here()
+
+    def _exchange(self, run: Run[Any]) -> None:
+        """Take from helpers what they have done by now, and give them more."""
+        for helper in list(run.team):
+            self._collect(helper)
+        if run.team and run.shared:
+            self._hand_out(run)
+        elif self._later is not None and self._later.shared:
+            self._hand_out(self._later, spare=0)
+
+    def _hand_out(self, run: Run[Any], spare: int = 1) -> None:
+        """Give helpers the tasks that come first, as long as there are others to do here.
 
         Many at first, then fewer, so that all are ready at about the same time.
         """
@@ -222,21 +230,21 @@ class Crew:
         workers = len(run.team) + 1
         for ahead in range(_AHEAD):
             for helper in list(run.team):
-                if len(helper.given) <= ahead and len(run.shared) > (workers if ahead else 1):
+                if len(helper.given) <= ahead and len(run.shared) > (workers if ahead else spare):
                     self._give(run, helper, max(1, len(run.shared) // (2 * workers)))
 
     def _give(self, run: Run[Any], helper: _Helper, count: int) -> None:
-        """Give a helper the last tasks, `count` of them if they go into one message."""
+        """Give a helper the first tasks, `count` of them if they go into one message."""
         given, message = _Given(run, []), Message(helper.area)
         for _ in range(count):
-            task = run.shared.pop()
+            task = run.shared.popleft()
             job = run.tasks[task].job(self)
             if job is None:
                 run.own.append(task)
             elif message.add(job):
                 given.tasks.append(task)
             else:
-                run.shared.append(task)
+                run.shared.appendleft(task)
                 break
         if given.tasks:
             try:
@@ -277,7 +285,6 @@ class Crew:
         if helper not in self._helpers:
             return
         self._helpers.remove(helper)
-        self._cpu_seconds += helper.cpu_seconds
         helper.kill()
         self._gone.append(helper.pid)
         self._gone = [pid for pid in self._gone if not _reaped(pid)]

@@ -13,7 +13,6 @@ import logging
 import os
 import signal
 import socket
-import time
 from typing import Any, NamedTuple, NoReturn
 
 import msgspec
@@ -75,7 +74,6 @@ class Digested(msgspec.Struct, array_like=True, tag=1, frozen=True):
     """The ids and change hashes of the chunks."""
 
     digests: tuple[Digest, ...]
-    cpu_seconds: float
 
 
 class Encoding(msgspec.Struct, array_like=True, tag=2, frozen=True):
@@ -91,14 +89,12 @@ class Encoding(msgspec.Struct, array_like=True, tag=2, frozen=True):
     tried: tuple[tuple[int, int, int], ...]
     seconds: float
     payload_hash: int | None
-    cpu_seconds: float
 
 
 class Failed(msgspec.Struct, array_like=True, tag=3, frozen=True):
     """The job could not be done here."""
 
     why: str
-    cpu_seconds: float
 
 
 Job = Digests | Encode
@@ -180,7 +176,7 @@ class Helper:
             return self._digest(job) if isinstance(job, Digests) else self._encode(job, room)
         except (DeltackptError, OSError, ValueError, MemoryError) as error:
             why = f"{type(error).__name__}: {error}"[:_MOST_REASON]
-            return Failed(why, time.process_time())
+            return Failed(why)
 
     def _chunk(self, piece: Piece) -> memoryview:
         slot, at = divmod(piece[0], self._ring.slot_bytes)
@@ -188,7 +184,7 @@ class Helper:
 
     def _digest(self, job: Digests) -> Digested:
         digests = tuple(digest(self._chunk(piece), job.seed) for piece in job.pieces)
-        return Digested(digests, time.process_time())
+        return Digested(digests)
 
     def _encode(self, job: Encode, room: memoryview) -> Encoding:
         raw = self._chunk(job.piece)
@@ -203,8 +199,7 @@ class Helper:
             for part in best.payload:
                 room[size : size + len(part)] = part
                 size += len(part)
-        return Encoding(best.codec, best.params, best.refs, size, tried, seconds, payload_hash,
-                        time.process_time())  # fmt: skip
+        return Encoding(best.codec, best.params, best.refs, size, tried, seconds, payload_hash)
 
     def _open_packs(self, job: Encode) -> OpenPacks:
         root = os.fsdecode(job.root)

@@ -1,4 +1,4 @@
-"""Encoding chunks in batches, by recipe or as the policy sees fit, on idle cores."""
+"""Encoding chunks in batches, by recipe or as the policy sees fit, on several cores."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from typing import NamedTuple
 from deltackpt_store.codecs import Encoded
 from deltackpt_store.coding_policy import MAX_HURRY, CodingPolicy, Outcome
 from deltackpt_store.confirm import Confirmer
-from deltackpt_store.encode_crew import MOST_CORES, Crew
+from deltackpt_store.encode_crew import Crew
 from deltackpt_store.encode_helper import Digest
 from deltackpt_store.encode_tasks import DigestTask, EncodeTask
 from deltackpt_store.fetch import MAX_DEPTH
 from deltackpt_store.fileio import Buffer
-from deltackpt_store.idle import IdleCores
 from deltackpt_store.recipes import Attempt, Coded, Recipe, Same, attempt
 from deltackpt_store.references import References
 
@@ -60,7 +59,7 @@ class Job(NamedTuple):
 class Encoder:
     """Policy and references of one store writer. Used by one thread.
 
-    Chunks that lie in the ring of `crew` are shared with it when cores are idle. Memory: for the
+    Chunks that lie in the ring of `crew` are shared with it. Memory: for the
     batch at hand its encoded form and its references. `seconds` is the wall time spent, `raw_bytes`
     what was encoded in it.
     """
@@ -79,14 +78,10 @@ class Encoder:
         if shadow is not None:
             self.references.budget = max(shadow, self.references.budget)
         self._crew = Crew() if crew is None else crew
-        self._idle = IdleCores(MOST_CORES, self._cpu_seconds)
         self.seconds = 0.0
         self.raw_bytes = 0
         self.hurried_bytes = self.hurried_chunks = 0
         self._pace = (0.0, 0, 0.0, 0)  # of encoding and writing when `hurry` looked last
-
-    def _cpu_seconds(self) -> float:
-        return time.process_time() + self._crew.cpu_seconds
 
     def next_save(self, state_bytes: int) -> None:
         """Chunks encoded from here on belong to another save of a state of that size."""
@@ -117,14 +112,14 @@ class Encoder:
         tasks = [
             DigestTask(views[i : i + _TOGETHER], seed) for i in range(0, len(views), _TOGETHER)
         ]
-        run = self._crew.start(tasks, self._helpers(views), ahead=ahead)
+        run = self._crew.start(tasks, alone=_few(views), ahead=ahead)
         return (digest for digests in self._crew.results(run) for digest in digests)
 
     def encode(self, jobs: Sequence[Job]) -> Iterator[Outcome]:
         """Encode each chunk as the policy sees fit; in order, may refer to `raw`."""
         began = time.perf_counter()
         tasks = [self._task(job) for job in jobs]
-        run = self._crew.start(tasks, self._helpers([job.raw for job in jobs]))
+        run = self._crew.start(tasks, alone=_few([job.raw for job in jobs]))
         results = self._crew.results(run)
         for job, task, (plan, outcome, chunk, payload_hash) in zip(
             jobs, tasks, results, strict=True
@@ -140,12 +135,6 @@ class Encoder:
             self.seconds += time.perf_counter() - began
             yield outcome
             began = time.perf_counter()
-
-    def _helpers(self, views: Sequence[memoryview]) -> int:
-        """How many helpers to share work on these chunks with."""
-        if not self._crew or len(views) < 2 or sum(map(len, views)) < _TOGETHER_BYTES:
-            return 0
-        return min(len(self._crew), self._idle.count() - 1)
 
     def _by_recipe(self, chunks: Mapping[bytes, Fresh], depth: Depth) -> dict[bytes, Encoded]:
         """Encodings of those chunks of which a recipe holds."""
@@ -209,3 +198,8 @@ class Encoder:
     def ease(self) -> None:
         """The caller keeps up: take a step back from what `hurry` gave up."""
         self.policy.hurry = max(0, self.policy.hurry - 1)
+
+
+def _few(views: Sequence[memoryview]) -> bool:
+    """Whether work on these chunks is not worth sharing."""
+    return len(views) < 2 or sum(map(len, views)) < _TOGETHER_BYTES

@@ -142,14 +142,13 @@ class Intake:
     def _store(
         self, save: PendingSave, pairs: Sequence[tuple[Arrived, Chunk]], *, plain: bool
     ) -> None:
-        arrived, chunks = [one for one, _ in pairs], [chunk for _, chunk in pairs]
-        puts = self._writer.put_many(chunks)
-        for one, chunk, put in zip(arrived, chunks, puts, strict=True):
+        puts = self._writer.puts([chunk for _, chunk in pairs])
+        for (one, chunk), put in zip(pairs, puts, strict=True):
             save.record(one.extent, one.chunk, len(one.raw), put, self._writer.packs_of(put))
             if chunk.recipes and chunk.learned is None:
                 self._derived.learned(one.extent, put.id, chunk.recipes)
-        if not plain and self._recipes:
-            self._follow(arrived, puts)
+            if not plain and self._recipes:
+                self._follow(one, put)
 
     def _chunk(self, save: PendingSave, one: Arrived, *, plain: bool) -> Chunk:
         extent, chunk, raw, chunk_id = one
@@ -165,14 +164,13 @@ class Intake:
         base = save.table.base(extent, chunk)
         return Chunk(raw, spec.dtype, stream, base, recipes, learned, chunk_id)
 
-    def _follow(self, arrived: Sequence[Arrived], puts: Sequence[Put]) -> None:
+    def _follow(self, one: Arrived, put: Put) -> None:
         """Let what has been put help with what is to come."""
-        for one, put in zip(arrived, puts, strict=True):
-            self._derived.sample(one.extent, one.chunk, one.raw)
-            self._predictor.put(one.extent, one.chunk, put.id, one.raw)
-            if self._derived.feeds(one.extent):
-                pieces = self._derived.round(one.extent, one.chunk, one.raw)
-                self._derived.feed(one.chunk, put.id, pieces)
+        self._derived.sample(one.extent, one.chunk, one.raw)
+        self._predictor.put(one.extent, one.chunk, put.id, one.raw)
+        if self._derived.feeds(one.extent):
+            pieces = self._derived.round(one.extent, one.chunk, one.raw)
+            self._derived.feed(one.chunk, put.id, pieces)
 
 
 def _parted(

@@ -64,7 +64,7 @@ class StoreWriter:
     """Appends to a store. One per process, used by one thread; refuses to work after a fork.
 
     A background thread writes packs while the caller goes on; a `crew`, which stays the caller's,
-    helps with encoding when cores are idle. Beside the caller's own buffers it holds about three
+    helps with encoding. Beside the caller's own buffers it holds about three
     times `BATCH_BYTES` of encoded blobs, a cache of references and 200 bytes per unflushed blob.
     With `shadow`, that many bytes of the chunks stored without references are kept in memory, to
     code later ones against without reading.
@@ -188,7 +188,14 @@ class StoreWriter:
         return self.put_many([Chunk(raw, dtype, stream, reference)])[0]
 
     def put_many(self, chunks: Sequence[Chunk]) -> list[Put]:
+        """Store chunks; what became of each, see `puts`."""
+        return list(self.puts(chunks))
+
+    def puts(self, chunks: Sequence[Chunk]) -> Iterator[Put]:
         """Store chunks unless the store holds them; what became of each, in order.
+
+        A chunk is stored when it is asked for: what the caller does in between, it does while
+        helpers encode those that follow.
 
         `raw` is written from where it lies: the caller keeps it unchanged until `flush` or `abort`
         returns. A reference serves only when the store holds it without a reference of its own;
@@ -207,14 +214,12 @@ class StoreWriter:
             if put is None:
                 fresh.setdefault(chunk_id, (chunk, view))
         encodings = self.encoder.encodings(fresh, partial(self._holdings.depth, known={}))
-        written = {
-            chunk_id: self._append(chunk_id, view, encoded)
-            for (chunk_id, (_, view)), encoded in zip(fresh.items(), encodings, strict=True)
-        }
-        return [  # of equal chunks in one call, the first is the one that was written
-            put or written.pop(chunk_id, None) or self._holdings.unflushed(chunk_id)
-            for chunk_id, put in zip(ids, puts, strict=True)
-        ]
+        open_ = set(fresh)
+        for chunk_id, view, put in zip(ids, views, puts, strict=True):
+            if chunk_id in open_:
+                open_.remove(chunk_id)
+                put = self._append(chunk_id, view, next(encodings))
+            yield put or self._holdings.unflushed(chunk_id)  # an equal one came before it
 
     def digests(
         self, views: Sequence[memoryview], seed: int, *, ahead: bool = False

@@ -1,7 +1,7 @@
 """Helper processes of the encoder: what is stored does not depend on them, nor on what becomes of
 them, and nothing of them outlives the writer.
 
-They take part here also where cores are few or busy: see `crewed_writer`.
+They take part here also where cores are few: see `crewed_writer`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The writer process with helpers that always take part, however few or busy the cores are.
+"""The writer process with helpers, however few the cores are.
 
 Run in the place of ``writer.py``. ``TEST_HELPERS`` says how many (2), ``TEST_PATIENCE`` after how
 many seconds one that does not answer is given up.
@@ -12,7 +12,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "store"))
 
-from deltackpt_store import encode_crew, idle, writer
+from deltackpt_store import encode_crew, writer
 from deltackpt_store.encode_crew import Crew
 from deltackpt_store.ring import Ring
 
@@ -27,5 +27,4 @@ def hire_them(ring: Ring, count: int | None = None) -> Crew:
 if __name__ == "__main__":
     encode_crew.PATIENCE_SECONDS = float(os.environ.get("TEST_PATIENCE", "60"))
     Crew.hire = hire_them
-    idle.IdleCores.count = lambda self: 1 + HELPERS
     sys.exit(writer.main(sys.argv[1:]))
