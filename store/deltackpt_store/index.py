@@ -345,26 +345,32 @@ def _ints(array: NDArray[np.integer[Any]]) -> list[int]:
     return cast("list[int]", array.tolist())
 
 
-def list_packs(io: FileIO, root: str) -> list[str]:
+def list_packs(io: FileIO, root: str, refused: dict[str, OSError] | None = None) -> list[str]:
     """Sorted names of all published packs of the store at `root`.
 
     A listing error is raised as it is (``OSError``), never read as "no packs"; only a missing
-    ``packs`` directory (nothing was ever written) counts as empty.
+    ``packs`` directory (nothing was ever written) counts as empty. With `refused` folders that
+    cannot be listed are left out, and told there by their path in the store.
     """
-    top = f"{root}/packs"
-    try:
-        prefixes = io.list(top)
-    except FileNotFoundError:
-        return []
     names: list[str] = []
-    for prefix in prefixes:
-        if not is_pack_folder(prefix):
-            continue
-        for file in io.list(f"{top}/{prefix}"):
+    for prefix in filter(is_pack_folder, _listed(io, root, "packs", refused)):
+        for file in _listed(io, root, f"packs/{prefix}", refused):
             name = file.removesuffix(".pack")
             if file.endswith(".pack") and is_pack_name(name) and name[:2] == prefix:
                 names.append(name)
     return sorted(names)
+
+
+def _listed(io: FileIO, root: str, folder: str, refused: dict[str, OSError] | None) -> list[str]:
+    try:
+        return io.list(f"{root}/{folder}")
+    except OSError as error:
+        if isinstance(error, FileNotFoundError) and folder == "packs":
+            return []
+        if refused is None:
+            raise
+        refused[folder] = error
+        return []
 
 
 def refresh(

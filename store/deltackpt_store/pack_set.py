@@ -42,23 +42,35 @@ class PackSet:
     `index` knows the packs loaded so far that are intact (it reads tables again when it has many;
     one that turns out bad then is not known any more); `damaged` says what is wrong with the
     others. Records of damaged packs are found by :meth:`salvage` only.
+
+    `lenient`, for those who report: a table that the system does not let be read counts as damaged
+    as well, and a folder that it does not let be listed as empty; `unlisted` says why, by its path
+    in the store.
     """
 
-    def __init__(self, io: FileIO, root: str, uuid: bytes) -> None:
+    def __init__(self, io: FileIO, root: str, uuid: bytes, *, lenient: bool = False) -> None:
         self.io = io
         self.root = root
         self.uuid = uuid
         self.index = MemoryIndex(self._entries)
         self.damaged: dict[str, DeltackptError] = {}
+        self.unlisted: dict[str, DeltackptError] = {}
+        self._lenient = lenient
         self._salvaged: dict[str, dict[bytes, list[Location]]] = {}
         self._lock = threading.Lock()
 
     def names(self) -> list[str]:
-        """Names of all packs that lie in the store, sorted. StorageError, never a short list."""
+        """Names of all packs that lie in the store, sorted. StorageError, never a short list (a
+        lenient one leaves out what is `unlisted`)."""
+        refused: dict[str, OSError] = {}
         try:
-            return list_packs(self.io, self.root)
+            names = list_packs(self.io, self.root, refused if self._lenient else None)
         except OSError as error:
             raise storage_error(error, "list the packs of", self.root) from error
+        for folder, error in refused.items():
+            told = storage_error(error, "list the packs in", f"{self.root}/{folder}")
+            self.unlisted.setdefault(folder, told)
+        return names
 
     def path(self, name: str) -> str:
         """Where the pack `name` lies."""
@@ -81,7 +93,7 @@ class PackSet:
         try:
             return read_footer(self.io, self.path(name), store_uuid=self.uuid).entries
         except DeltackptError as error:
-            if not is_damage(error):
+            if not (self._lenient or is_damage(error)):
                 raise
             # One that is gone was collected: what it held lies elsewhere, if it is needed.
             level = logging.DEBUG if is_gone(error) else logging.WARNING
@@ -96,8 +108,9 @@ class PackSet:
             self.index.drop_pack(gone)
         with self._lock:
             # A pack that was missing when asked for may have been published since.
-            for name in [n for n, e in list(self.damaged.items()) if isinstance(e, StorageError)]:
-                del self.damaged[name]
+            for name, error in list(self.damaged.items()):
+                if is_gone(error) or (isinstance(error, StorageError) and not self._lenient):
+                    del self.damaged[name]
         self.load(names)
 
     def salvage(self, chunk_id: bytes) -> list[Location]:

@@ -133,7 +133,8 @@ def verify(
 
     Where retention, collection or compaction has taken away meanwhile what was looked at, what
     looked damaged is checked again. A file that the system does not let be read is told as such
-    (`Finding.unreadable`); when that happens while chunks are read, StorageError.
+    (`Finding.unreadable`), and so is what depends on it; when that happens only while the chunks of
+    a pack are read, of which the table could be, StorageError.
 
     `progress` is called with (bytes done, bytes in all) by one thread at a time.
     NotFoundError when `run` does not exist, InvalidInputError for an unknown level.
@@ -182,7 +183,7 @@ class _Verification:
         except DeltackptError as error:
             self._found("format", "FORMAT", error)
             self._store = Store(store.path, store.io, store.format)
-        self._packs = PackSet(store.io, store.path, store.uuid)
+        self._packs = PackSet(store.io, store.path, store.uuid, lenient=True)
         self._run = run
         self._listed: dict[str, list[int]] = {}
         self._existing: list[str] = []
@@ -203,8 +204,13 @@ class _Verification:
         error: Exception | str,
         hits: Iterable[Hit] = (),
         pack: str | None = None,
+        *,
+        unread: bool = False,
     ) -> None:
-        self._findings.append(_finding(kind, name, error, hits, pack))
+        found = _finding(kind, name, error, hits, pack)
+        if unread and not found.unreadable:
+            found = msgspec.structs.replace(found, unreadable=True)
+        self._findings.append(found)
 
     def work(self, level: Level, progress: Progress | None, threads: int | None) -> VerifyReport:
         runs = self._check_runs()
@@ -383,22 +389,14 @@ class _Verification:
     def _check_packs(self) -> list[str]:
         """Read the table of every pack concerned; return the names of the intact ones."""
         names = self._closure
-        try:
-            self._existing = self._packs.names()
-        except DeltackptError as error:
-            self._found("store", "packs", error)
+        self._existing = self._packs.names()
+        for folder, error in self._packs.unlisted.items():
+            self._found("store", folder, error)
         if self._run is None:
             names = names.union(self._existing)
-        intact: list[str] = []
-        for name in sorted(names):
-            try:
-                self._packs.load([name])
-            except DeltackptError as error:
-                self._packs.damaged[name] = error
-            if name not in self._packs.damaged:
-                intact.append(name)
+        self._packs.load(names)
         self._bad_packs = dict(self._packs.damaged)  # readers forget those that are gone
-        return intact
+        return sorted(names.difference(self._bad_packs))
 
     def _leaning(
         self, ids: Ids, lengths: NDArray[np.int64], bad: list[BadRecord], lost: Lost
@@ -430,8 +428,10 @@ class _Verification:
 
         A pack that is gone, and a whole record whose references are gone, are collected garbage
         as far as no step has lost anything by them. Beside a pack that could not be read, what is
-        missing may well lie there.
+        missing may well lie there: it is as little known.
         """
+        refused = [*self._bad_packs.values(), *self._packs.unlisted.values()]
+        unread = any(map(_is_refused, refused))
         hits, blamed = self._hits(lost, {record.id for record in bad})
         for name, error in sorted(self._bad_packs.items()):
             path = relative_pack_path(name)
@@ -449,18 +449,10 @@ class _Verification:
                 note = _finding("chunk", record.id.hex(), record.error, pack=where)
                 self._notes.append(note)
             else:
-                self._found("chunk", record.id.hex(), record.error, hit, where)
+                unknown = unread and record.dangling
+                self._found("chunk", record.id.hex(), record.error, hit, where, unread=unknown)
         for chunk_id in sorted(hits.keys() - {record.id for record in bad}):
-            self._found("chunk", chunk_id.hex(), lost[chunk_id], hits[chunk_id])
-        if any(finding.kind == "pack" and finding.unreadable for finding in self._findings):
-            dangling = {record.id.hex() for record in bad if record.dangling}
-            absent = {chunk_id.hex() for chunk_id in lost.keys() - {record.id for record in bad}}
-            self._findings = [
-                msgspec.structs.replace(finding, unreadable=True)
-                if finding.kind == "chunk" and finding.name in dangling | absent
-                else finding
-                for finding in self._findings
-            ]
+            self._found("chunk", chunk_id.hex(), lost[chunk_id], hits[chunk_id], unread=unread)
 
     def _hits(
         self, lost: Lost, known: set[bytes]
@@ -502,10 +494,15 @@ def _finding(
     pack: str | None = None,
 ) -> Finding:
     reason = error.message if isinstance(error, DeltackptError) else str(error)
-    refused = isinstance(error, OSError) and not is_damage(error)
     return Finding(
-        kind=kind, name=name, reason=reason, pack=pack, hits=tuple(hits), unreadable=refused
-    )
+        kind=kind, name=name, reason=reason, pack=pack, hits=tuple(hits),
+        unreadable=_is_refused(error),
+    )  # fmt: skip
+
+
+def _is_refused(error: Exception | str) -> bool:
+    """Whether the system did not let something be read, which says nothing of what it holds."""
+    return isinstance(error, OSError) and not is_damage(error)
 
 
 def _hit(commit: Commit, tensors: Iterable[str] = ()) -> Hit:

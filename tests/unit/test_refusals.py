@@ -21,6 +21,7 @@ from deltackpt_store.errors import NotFoundError, StorageError
 from deltackpt_store.fileio import FileIO
 from deltackpt_store.gc import collect
 from deltackpt_store.lmdb_index import open_index
+from deltackpt_store.names import relative_pack_path
 from deltackpt_store.oserror import storage_error
 from deltackpt_store.store import Store
 from deltackpt_tools.cli import COMMANDS
@@ -118,6 +119,24 @@ def test_du_tells_what_it_could_not_look_at(
     document = json.loads(result.stdout)
     assert document["unreadable"] == [{"what": place, "reason": "Permission denied"}]
     assert document["files"]["packs"]["files"] == 1
+
+
+@pytest.mark.parametrize("place", ["packs", "folder", "pack", "runs", "run", "pins", "manifests"])
+def test_du_counts_the_rest(store: Store, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+    (pack,) = store.packs.names()
+    store.pin("kept", store.head("main"))
+    places = {"folder": f"packs/{pack[:2]}", "pack": relative_pack_path(pack), "run": "runs/main"}
+    whole = json.loads(run("du", store.path, "--json").stdout)
+    refuse(monkeypatch, place := places.get(place, place), "list", "open")
+    result = run("du", store.path, "--json", "--depth", "1")
+    assert result.exit_code == 3, result.output
+    document = json.loads(result.stdout)
+    assert place in [one["what"] for one in document["unreadable"]]
+    assert len({one["what"] for one in document["unreadable"]}) == len(document["unreadable"])
+    for name, files in whole["files"].items():
+        if name != place.split("/")[0]:
+            assert document["files"][name] == files
+    assert f"not counted: {place}: " in run("du", store.path).stdout
 
 
 def test_every_refusal_of_a_plan_is_the_stores_own_error(

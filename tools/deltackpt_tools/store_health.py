@@ -56,6 +56,8 @@ def health_of(
     distinct = int(chunks.stored.sum())
     referenced = int(chunks.stored[reached].sum())
     files, _ = measure_files(store)  # `du` tells what could not be measured
+    if level is None:  # else it is found
+        unreadable = [*unreadable, *chunks.unreadable]
     findings: list[tuple[str, str, str]] = []
     if level is not None:
         from typing import cast

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 from deltackpt_store.index import Location
 from deltackpt_store.manifest import ID_BYTES
+from deltackpt_store.names import relative_pack_path
+from deltackpt_store.pack_set import PackSet
 from deltackpt_store.store import Store
 from numpy.typing import NDArray
 
@@ -19,13 +21,20 @@ from deltackpt_tools.chunk_states import Keys
 class StoredChunks:
     """Every stored chunk once: its key, its stored bytes, and what it is coded against.
 
-    Damaged packs are searched for their records, as a restore does.
+    Damaged packs are searched for their records, as a restore does. `unreadable` says what could
+    not be read and is not counted: paths in the store, and why.
     """
 
     def __init__(self, store: Store) -> None:
-        index = store.index()
-        tables = [e for e in map(index.entries, sorted(index.packs())) if e is not None]
-        found = _salvaged(store)
+        packs = PackSet(store.io, store.path, store.uuid, lenient=True)
+        packs.load_all()
+        tables = [e for e in map(packs.index.entries, sorted(packs.index.packs())) if e is not None]
+        found = _salvaged(packs)
+        self.unreadable = [(folder, error.message) for folder, error in packs.unlisted.items()]
+        self.unreadable += [
+            (relative_pack_path(name), error.message)
+            for name, error in sorted(packs.damaged.items())
+        ]
         ids = [entries.ids for entries in tables] + [_rows([i for i, _ in found])]
         keys = joined([chunk_keys(part) for part in ids], np.uint64)
         sizes = [entries.table["stored"].astype(np.int64) for entries in tables]
@@ -66,9 +75,8 @@ class StoredChunks:
         return np.flatnonzero(reached)
 
 
-def _salvaged(store: Store) -> list[tuple[bytes, Location]]:
+def _salvaged(packs: PackSet) -> list[tuple[bytes, Location]]:
     """(id, place) of every intact record of the damaged packs."""
-    packs = store.packs
     return [
         (chunk_id, place)
         for name in sorted(packs.damaged)

@@ -9,17 +9,23 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeVar
 
 import numpy as np
-from deltackpt_store.errors import DeltackptError
+from deltackpt_store.errors import DeltackptError, StorageError
 from deltackpt_store.fileio import is_link
+from deltackpt_store.history import Commits
 from deltackpt_store.manifest import Commit
+from deltackpt_store.pins import Pins
 from deltackpt_store.store import DIRECTORIES, Store
 from numpy.typing import NDArray
 
 from deltackpt_tools.chunk_lives import Lives
 from deltackpt_tools.chunk_states import ChunkStates, Keys
 from deltackpt_tools.stored_chunks import StoredChunks
+
+_T = TypeVar("_T")
 
 
 @dataclass(slots=True)
@@ -75,7 +81,7 @@ def measure(store: Store, progress: Callable[[int, int], None] | None = None) ->
     unreadable: list[tuple[str, str]] = []
     commits = all_commits(store, unreadable)
     chunks = StoredChunks(store)
-    unreadable += [(f"packs/{n}", e.message) for n, e in sorted(store.packs.damaged.items())]
+    unreadable += chunks.unreadable
     counting = _Counting(chunks, ChunkStates(store))
     done, total = 0, sum(len(of_run) for _, of_run in commits)
     for run, of_run in commits:
@@ -91,7 +97,8 @@ def measure(store: Store, progress: Callable[[int, int], None] | None = None) ->
                 progress(done, total)
     runs, referenced = counting.finish()
     files, left_out = measure_files(store)
-    unreadable += left_out
+    told = {what for what, _ in unreadable}
+    unreadable += [one for one in left_out if one[0] not in told]
     distinct = int(chunks.stored.sum())
     return Usage(
         files=files,
@@ -105,13 +112,24 @@ def measure(store: Store, progress: Callable[[int, int], None] | None = None) ->
 
 
 def all_commits(store: Store, unreadable: list[tuple[str, str]]) -> list[tuple[str, list[Commit]]]:
-    """All commits by run, pinned ones that their run no longer lists included."""
+    """All commits by run, pinned ones that their run no longer lists included.
+
+    What cannot be read is added to `unreadable`: its path in the store, and why.
+    """
+
+    def attempt(what: str, read: Callable[[], _T], otherwise: _T) -> _T:
+        try:
+            return read()
+        except StorageError as error:
+            unreadable.append((what, error.message))
+            return otherwise
+
     found: dict[str, dict[int, Commit]] = {}
-    for run in store.runs():
-        commits = store.commits(run)
+    for run in attempt("runs", store.runs, []):
+        commits = attempt(f"runs/{run}", partial(store.commits, run), Commits())
         found[run] = {commit.number: commit for commit in commits}
         unreadable += [(bad.path, bad.error.message) for bad in commits.damaged]
-    pins = store.pins()
+    pins = attempt("pins", store.pins, Pins())
     unreadable += [(bad.path, bad.error.message) for bad in pins.damaged]
     for name, pin in pins.items():
         if pin.number not in found.setdefault(pin.run, {}):
