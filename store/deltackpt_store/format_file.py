@@ -21,7 +21,7 @@ MAX_FORMAT_BYTES = 64 * 1024
 DIGEST = "blake3-256"
 KNOWN_FEATURES: frozenset[str] = frozenset()
 
-REMAKE = "run `deltackpt repair` on the store: it makes FORMAT anew from the packs"
+REMAKE = "run `deltackpt repair` on the store: it makes FORMAT anew"
 
 Purpose = Literal["read", "write", "gc"]
 _UUID = re.compile(r"[0-9a-f]{32}\Z")

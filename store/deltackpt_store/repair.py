@@ -223,10 +223,11 @@ class _Repair:
         try:
             return Store.open(self._root, io=self._io).format
         except (CorruptionError, NotFoundError):
-            value, aside = mend_format(self._io, self._root, dry_run=self._dry_run)
+            value, source, aside = mend_format(
+                self._io, self._root, self._others, dry_run=self._dry_run
+            )
         if aside is not None:
             self._aside.append(aside)
-        source = "the headers of the packs"
         self._mended.append(Mended(kind="format", name=FORMAT_NAME, source=source))
         return value
 

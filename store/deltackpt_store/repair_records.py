@@ -9,8 +9,10 @@ name changes over in one step.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 
 import msgspec
 
@@ -27,6 +29,7 @@ from deltackpt_store.format_file import (
     MAX_FORMAT_BYTES,
     Format,
     encode_format,
+    new_format,
 )
 from deltackpt_store.index import list_packs
 from deltackpt_store.lost_commits import LOST
@@ -34,6 +37,7 @@ from deltackpt_store.manifest import Commit
 from deltackpt_store.manifest_io import (
     MAX_COMMIT_BYTES,
     MAX_MANIFEST_BYTES,
+    closure_digest,
     decode_commit,
     digest_of,
 )
@@ -253,26 +257,64 @@ def put_right(io: FileIO, root: str, relative: str, data: bytes) -> str | None:
         return aside
 
 
-def mend_format(io: FileIO, root: str, *, dry_run: bool) -> tuple[Format, str | None]:
-    """FORMAT of a store whose file is damaged or lost, from the headers of its packs; written
-    unless `dry_run`. Also the path of the damaged one in the quarantine.
+def mend_format(
+    io: FileIO, root: str, others: Sequence[Store], *, dry_run: bool
+) -> tuple[Format, str, str | None]:
+    """FORMAT of a store whose file is damaged or lost, and where it comes from: the headers of its
+    packs, a copy among `others`, or, where no step needs a pack, nowhere: then any number will do.
+    Written unless `dry_run`. Also the path of the damaged one in the quarantine.
 
-    CorruptionError when the packs do not tell, UnsupportedFormatError when it may have been newer.
+    CorruptionError when nothing tells, UnsupportedFormatError when it may have been newer.
     """
     path = f"{root}/{FORMAT_NAME}"
     _refuse_newer(io, path)
-    uuids = {uuid for name in list_packs(io, root) if (uuid := _uuid_of(io, root, name))}
-    if len(uuids) != 1:
-        raise CorruptionError(
-            f"{path} is damaged, and the packs "
-            + ("are of several stores" if uuids else "do not tell what it held"),
-            kind="damaged-format",
-            hint="copy FORMAT back from a copy of the store",
-            path=path,
-        )
-    value = Format(store=uuids.pop().hex())
+    found = {uuid for name in list_packs(io, root) if (uuid := _uuid_of(io, root, name))}
+    if len(found) > 1:
+        raise _untold(path, "are of several stores")
+    if found:
+        value, source = Format(store=found.pop().hex()), "the headers of the packs"
+    else:
+        value, source = _without_packs(Store(root, io, new_format()), others)
     aside = None if dry_run else put_right(io, root, FORMAT_NAME, encode_format(value))
-    return value, aside
+    return value, source, aside
+
+
+def _without_packs(store: Store, others: Sequence[Store]) -> tuple[Format, str]:
+    """FORMAT of a store that holds no pack which tells; that of `store` is a fresh one."""
+    for other in others:
+        if _share_a_commit(store, other):
+            return Format(store=other.uuid.hex()), other.path
+    if not _need_no_pack(store):
+        raise _untold(f"{store.path}/{FORMAT_NAME}", "do not tell what it held")
+    return store.format, "a new number, as no file of the store names the old one"
+
+
+def _share_a_commit(store: Store, other: Store) -> bool:
+    for run in other.runs():
+        for commit in other.commits(run):
+            with contextlib.suppress(DeltackptError):
+                if store.read_commit(run, commit.number).digest == commit.digest:
+                    return True
+    return False
+
+
+def _need_no_pack(store: Store) -> bool:
+    """Whether no listed or pinned commit names a pack, and all that could can be read."""
+    commits = [store.commits(run) for run in store.runs()]
+    pins = store.pins()
+    if pins.damaged or any(of_run.damaged for of_run in commits):
+        return False
+    pinned = [store.read_commit(pin.run, pin.number) for pin in pins.values()]
+    return all(c.closure == closure_digest(()) for c in (*chain(*commits), *pinned))
+
+
+def _untold(path: str, why: str) -> CorruptionError:
+    return CorruptionError(
+        f"{path} is damaged, and the packs {why}",
+        kind="damaged-format",
+        hint="run `deltackpt repair --from` a copy of the store, or copy FORMAT back from one",
+        path=path,
+    )
 
 
 def _refuse_newer(io: FileIO, path: str) -> None:

@@ -379,10 +379,42 @@ def test_format_follows_from_the_packs(store: Store, new: Callable[..., Author],
     check_whole(store, commit)
 
 
-def test_format_is_not_guessed(tmp_path: Path, store: Store) -> None:
+@pytest.mark.parametrize("copied", [False, True])
+def test_format_of_a_store_without_packs(tmp_path: Path, copied: bool) -> None:
+    """Small tensors lie in manifests: no pack tells, and none needs to be told."""
+    small = SmallStore(tmp_path / "store")
+    commits = [small.save("main", step, {"w": pattern(4, step)}) for step in (1, 2)]
+    small.close()
+    store = small.store
+    assert not store.packs.names()
+    sources = [copy_of(store)] if copied else []
     os.truncate(f"{store.path}/FORMAT", 10)
+    stranger = SmallStore(tmp_path / "stranger")
+    stranger.save("main", 1, {"w": pattern(4, 1)})
+    report = repair(store.path, sources=[stranger.store, *sources])
+    assert report.ok
+    assert [m.kind for m in report.mended] == ["format"]
+    assert report.mended[0].source == (sources[0].path if copied else report.mended[0].source)
+    again = Store.open(store.path)
+    assert (again.uuid == store.uuid) == copied
+    assert again.uuid != stranger.store.uuid
+    assert verify(again, level="restore").ok
+    assert again.commits("main") == commits
+    stranger.close()
+
+
+def test_format_is_not_guessed(tmp_path: Path, store: Store, new: Callable[..., Author]) -> None:
+    """Packs that come back later from a copy must not turn out to be of another store."""
+    new().save(1, ["a"])
+    other = copy_of(store)
+    os.truncate(f"{store.path}/FORMAT", 10)
+    for name in list_packs(FileIO(), store.path):
+        os.unlink(pack_path(store.path, name))
     with pytest.raises(CorruptionError, match="do not tell"):
         repair(store.path)
+    assert os.path.getsize(f"{store.path}/FORMAT") == 10
+    assert repair(store.path, sources=[other]).ok
+    assert Store.open(store.path).uuid == store.uuid
     with pytest.raises(NotFoundError):
         repair(tmp_path / "nothing")
     assert not (tmp_path / "nothing").exists()
