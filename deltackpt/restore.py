@@ -6,7 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -60,6 +60,11 @@ class Restored:
     rng: bool = False
     seconds: float = 0.0
     bytes: int = 0
+
+    def __repr__(self) -> str:
+        shown = {one.name: getattr(self, one.name) for one in fields(self) if one.repr}
+        shown["metrics"] = dict(self.metrics)
+        return f"Restored({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
 
     @property
     def metrics(self) -> Mapping[str, float]:

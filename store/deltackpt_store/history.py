@@ -242,17 +242,15 @@ class History(PinFiles):
     def resolve_name(self, text: str) -> Commit:
         """The commit called ``RUN@STEP``, ``@STEP``, ``RUN@latest``, ``latest``, RUN or PIN.
 
-        Without a run, the store must hold one run only (``@STEP``: one that has the step);
-        InvalidInputError lists the choices otherwise.
+        Without a run, the store must hold one run only (``@STEP``: one that has the step), not
+        counting those without a step; InvalidInputError lists the choices otherwise.
         """
         name = parse_step_name(text)
         if name.run is not None:
             return self.find(name.run, name.step)
         if name.bare is not None:
             return self._resolve_bare(name.bare)
-        runs = self.runs()
-        if not runs:
-            raise NotFoundError(f"store {self.path} holds no run yet", path=self.path)
+        runs = self._choices()
         if len(runs) == 1:
             return self.find(runs[0], name.step)
         if name.step is not None:
@@ -284,6 +282,28 @@ class History(PinFiles):
             hint=f"write {runs[0]}@{'latest' if name.step is None else name.step}",
             path=self.path,
         )
+
+    def only_run(self) -> str:
+        """The run of a store that holds no other with a step.
+
+        NotFoundError when it holds none, InvalidInputError that lists them when it holds several.
+        """
+        runs = self._choices()
+        if len(runs) > 1:
+            raise InvalidInputError(
+                f"{self.path} holds the runs {some_of(runs)}: one must be named",
+                kind="ambiguous",
+                hint=f"write {runs[0]}, for example",
+                path=self.path,
+            )
+        return runs[0]
+
+    def _choices(self) -> list[str]:
+        """The runs, one at least, that may be meant where none is named."""
+        runs = self.runs()
+        if not runs:
+            raise NotFoundError(f"store {self.path} holds no run yet", path=self.path)
+        return [run for run in runs if len(runs) == 1 or self.numbers(run)] or runs
 
     def _resolve_bare(self, name: str) -> Commit:
         runs = self.runs()

@@ -69,7 +69,7 @@ def test_the_command_refuses_a_metric_that_no_step_has(tmp_path: Path) -> None:
         assert "'metricx'" in text
         assert "its metrics are accuracy, loss" in text
     assert steps(path) == [0, 1, 2]
-    done = run("retain", path, "main", "--best", "loss")
+    done = run("retain", path, "--best", "loss")  # of the only run
     assert done.exit_code == 0, done.output
     assert steps(path) == [0, 2]
 

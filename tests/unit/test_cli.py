@@ -581,7 +581,8 @@ def test_commands_succeed_with_code_0(store: Fixture, tmp_path: Path) -> None:
      ["show", "S", "a b"], ["show", "S", "latest"], ["log", "S", "nobody"],
      ["verify", "S", "--run", "nobody"], ["verify", "S", "--level", "some"], ["frobnicate"],
      ["retain", "S", "main"], ["retain", "S", "main", "--last", "0"],
-     ["retain", "S", "nobody", "--last", "1"], ["retain", "S", "main", "--best", "loss:low"],
+     ["retain", "S", "nobody", "--last", "1"], ["retain", "S", "--last", "1"],
+     ["retain", "S", "main", "--best", "loss:low"],
      ["pin", "S", "a/b", "main@20"], ["pin", "S", "new", "main@99"], ["unpin", "S", "nothing"],
      ["export", "S", "main@20", "OUT", "--prefix", "nothing/"]],
 )  # fmt: skip

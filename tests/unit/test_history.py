@@ -326,7 +326,12 @@ def test_resolve_name(small: SmallStore) -> None:
     for text in ("main@2", "@2", "latest", "main", "main@latest", "@latest", "main@002"):
         assert store.resolve_name(text).step == 2, text
     assert store.resolve_name("@1").step == 1
+    Path(store.path, "runs/begun").mkdir()  # its first save failed: no other run is meant
+    assert store.resolve_name("latest").step == 2
+    assert store.only_run() == "main"
     steps_of(small, "b", [2, 7])
+    with pytest.raises(InvalidInputError, match="runs b, main: one must be named"):
+        store.only_run()
     assert store.resolve_name("@7").run == "b"
     assert store.resolve_name("b").step == 7
     for text in ("latest", "@latest", "@2"):
@@ -356,6 +361,8 @@ def test_resolve_name_in_an_empty_store(tmp_path: Path) -> None:
     for text in ("latest", "@1", "main", "main@1"):
         with pytest.raises(NotFoundError, match="no run"):
             store.resolve_name(text)
+    with pytest.raises(NotFoundError, match="no run"):
+        store.only_run()
 
 
 # pins -------------------------------------------------------------------------------------------

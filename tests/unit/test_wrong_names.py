@@ -145,6 +145,7 @@ def test_what_is_restored_is_printed_without_the_whole_record(path: Path) -> Non
     restored = deltackpt.restore_into(path, {"x": torch.zeros(4)}, run="base")
     assert repr(restored).startswith("Restored(run='base', step=2, number=2, root='")
     assert "commit" not in repr(restored)
+    assert repr(restored).endswith(", metrics={})")
 
 
 def test_a_closed_checkpointer_and_an_older_step_are_answered_with_advice(tmp_path: Path) -> None:

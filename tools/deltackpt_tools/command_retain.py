@@ -95,7 +95,7 @@ def _document(path: str, plan: RetentionPlan, dry_run: bool) -> dict[str, Any]:
 
 @click.command("retain")
 @store_argument
-@click.argument("run", metavar="RUN")
+@click.argument("run", required=False)
 @click.option("--last", type=click.IntRange(min=1), help="Keep the newest so many steps.")
 @click.option("--every", type=click.IntRange(min=1), help="Keep steps that are multiples of it.")
 @click.option(
@@ -108,7 +108,7 @@ def _document(path: str, plan: RetentionPlan, dry_run: bool) -> dict[str, Any]:
 @json_option
 def command(
     store_path: str,
-    run: str,
+    run: str | None,
     last: int | None,
     every: int | None,
     best: str | None,
@@ -116,7 +116,8 @@ def command(
     dry_run: bool,
     as_json: bool,
 ) -> None:
-    """Take the steps of RUN off its list that no rule keeps; 'gc' then frees their space.
+    """Take the steps of RUN (default: the only one) off its list that no rule keeps; 'gc' then
+    frees their space.
 
     A step stays when any rule keeps it. The newest step that can be restored, pinned steps, and
     those that somebody is reading stay whatever the rules say. A metric of --best that no step
@@ -130,6 +131,7 @@ def command(
             hint="give --last, --every, --best or --within",
         )
     store = open_store(store_path)
+    run = store.only_run() if run is None else run
     _check_metric(store, run, keep)
     plan = apply(store, run, keep, dry_run=dry_run)
     if as_json:
