@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from deltackpt_store.codecs import RAW
+from deltackpt_store.codecs import RAW, Encoded
 from deltackpt_store.confirm import Confirmer
 from deltackpt_store.errors import DeltackptError
 from deltackpt_store.fetch import MAX_DEPTH
@@ -16,8 +16,9 @@ from deltackpt_store.pack import Location, PackEntries
 class Put(NamedTuple):
     """What became of one chunk.
 
-    `written` is 0 when the store already held it, else the bytes of its record. A manifest that
-    names `id` must list `pack` and the packs of the chunks in `refs` (needed to decode it).
+    `written` is 0 when the store already held it, else the bytes of its record in `pack`. `packs`
+    are all that it takes to read it, with the chunks in `refs`: a manifest that names `id` must
+    list them.
     """
 
     id: bytes
@@ -25,6 +26,7 @@ class Put(NamedTuple):
     written: int
     codec: int = RAW
     refs: tuple[bytes, ...] = ()
+    packs: tuple[str, ...] = ()
 
 
 class Holdings:
@@ -57,9 +59,8 @@ class Holdings:
         location = self._place(chunk_id)
         if location is None or (self._verify and not self._same(chunk_id, raw)):
             return None
-        self._rely(location.pack)
-        self.rely_on(location.refs)
-        return Put(chunk_id, location.pack, 0, location.codec, location.refs)
+        packs = self._rely(location.pack, location.refs)
+        return Put(chunk_id, location.pack, 0, location.codec, location.refs, packs)
 
     def find_all(self, ids: Sequence[bytes], raws: Sequence[memoryview]) -> list[Put | None]:
         """`find` for many: what is nowhere, as most of what has changed, is looked for at once."""
@@ -73,10 +74,6 @@ class Holdings:
     def unflushed(self, chunk_id: bytes) -> Put:
         """A chunk that was put since the last flush, as one that is held already."""
         return self._unflushed[chunk_id]
-
-    def packs_of(self, put: Put) -> tuple[str, ...]:
-        """All packs that it takes to read the chunk, for a put of which no flush has failed."""
-        return tuple(sorted({put.pack, *self._packs_of(put.refs)})) if put.refs else (put.pack,)
 
     def depth(self, refs: tuple[bytes, ...], known: dict[bytes, int]) -> int:
         """How deep a record's references go; more than is allowed when one is not there.
@@ -118,8 +115,9 @@ class Holdings:
             return location
         return self._confirmer.find(chunk_id)
 
-    def _packs_of(self, refs: tuple[bytes, ...]) -> Iterable[str]:
+    def _packs_of(self, refs: tuple[bytes, ...]) -> set[str]:
         """Packs of these chunks and of all they need; each chunk is looked at once."""
+        packs: set[str] = set()
         seen: set[bytes] = set()
         open_ = list(refs)
         while open_:
@@ -129,8 +127,9 @@ class Holdings:
             seen.add(ref)
             held = self._held(ref)
             if held is not None:
-                yield held.pack
+                packs.add(held.pack)
                 open_ += held.refs
+        return packs
 
     def _same(self, chunk_id: bytes, raw: memoryview) -> bool:
         location = self._confirmer.find(chunk_id)
@@ -145,20 +144,19 @@ class Holdings:
 
     # changing ------------------------------------------------------------------------------
 
-    def rely_on(self, refs: tuple[bytes, ...]) -> None:
-        """What is put next is coded against these chunks."""
-        for pack in self._packs_of(refs):
-            self._rely(pack)
+    def _rely(self, pack: str, refs: tuple[bytes, ...]) -> tuple[str, ...]:
+        """All packs of a chunk that lies in `pack` and is coded against `refs`: from here on they
+        are relied upon."""
+        packs = {pack, *self._packs_of(refs)} if refs else {pack}
+        self.relied |= packs
+        self.doubtful |= packs - self._durable
+        return tuple(sorted(packs))
 
-    def _rely(self, pack: str) -> None:
-        self.relied.add(pack)
-        if pack not in self._durable:
-            self.doubtful.add(pack)
-
-    def add(self, put: Put) -> None:
-        """A chunk has been put."""
-        self.relied.add(put.pack)
-        self._unflushed[put.id] = Put(put.id, put.pack, 0, put.codec, put.refs)
+    def add(self, chunk_id: bytes, pack: str, encoded: Encoded) -> tuple[str, ...]:
+        """A chunk has been put; all packs that it takes to read it."""
+        packs = self._rely(pack, encoded.refs)
+        self._unflushed[chunk_id] = Put(chunk_id, pack, 0, encoded.codec, encoded.refs, packs)
+        return packs
 
     def drop_unflushed(self) -> None:
         """What was put since the last flush is not stored after all."""

@@ -144,7 +144,7 @@ class Intake:
     ) -> None:
         puts = self._writer.puts([chunk for _, chunk in pairs])
         for (one, chunk), put in zip(pairs, puts, strict=True):
-            save.record(one.extent, one.chunk, len(one.raw), put, self._writer.packs_of(put))
+            save.record(one.extent, one.chunk, len(one.raw), put)
             if chunk.recipes and chunk.learned is None:
                 self._derived.learned(one.extent, put.id, chunk.recipes)
             if not plain and self._recipes:

@@ -40,9 +40,7 @@ class PendingSave:
             kind="protocol",
         )
 
-    def record(
-        self, extent: int, chunk: int, length: int, put: Put, packs: tuple[str, ...]
-    ) -> None:
+    def record(self, extent: int, chunk: int, length: int, put: Put) -> None:
         """A staged chunk has been put: its id enters the table."""
         self._staged.add(length)
         if self.table.id(extent, chunk) != put.id:
@@ -53,7 +51,7 @@ class PendingSave:
             mix[put.codec] = mix.get(put.codec, 0) + length
         else:
             self._dedup.add(length)
-        self.table.set(extent, chunk, put.id, packs, base=not put.refs)
+        self.table.set(extent, chunk, put.id, put.packs, base=not put.refs)
 
     def check_complete(self, message: Finish) -> None:
         """Raise `InvalidInputError` unless all that the layout promises is there, and no more."""

@@ -265,18 +265,12 @@ class StoreWriter:
         """A chunk that the store holds, decoded and not yet proved; None when it cannot be had."""
         return self._holdings.content(chunk_id)
 
-    def packs_of(self, put: Put) -> tuple[str, ...]:
-        """All packs that it takes to read the chunk, for a put of which no flush has failed."""
-        return self._holdings.packs_of(put)
-
     def _append(self, chunk_id: bytes, view: memoryview, encoded: codecs.Encoded) -> Put:
-        self._holdings.rely_on(encoded.refs)
         if not encoded.refs:
             self.encoder.stored_by_itself(chunk_id, view)
         pack, written = self._output.add(chunk_id, len(view), encoded)
-        put = Put(chunk_id, pack, written, encoded.codec, encoded.refs)
-        self._holdings.add(put)
-        return put
+        packs = self._holdings.add(chunk_id, pack, encoded)
+        return Put(chunk_id, pack, written, encoded.codec, encoded.refs, packs)
 
     def flush(self) -> list[str]:
         """Make every blob put so far durable and its pack published; return the new pack names.

@@ -133,7 +133,7 @@ def save_linked(store: Store, writer: StoreWriter, step: int, parent: Commit | N
             recipes = (Near(DELTA, (before.chunks[0][i].tobytes(),), old, 8),)
         puts += writer.put_many([Chunk(chunk.tobytes(), "float32", recipes=recipes)])
         assert bool(puts[-1].refs) == bool(recipes)
-    packs = {pack for put in puts for pack in writer.packs_of(put)}
+    packs = {pack for put in puts for pack in put.packs}
     writer.flush()
     ids = np.stack([np.frombuffer(put.id, np.uint8) for put in puts])
     manifest = to_base(Snapshot(LAYOUT, {}, {}, {0: ids}, packs=tuple(sorted(packs))), packs)

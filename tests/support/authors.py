@@ -142,7 +142,7 @@ class Author:
             for word in words
         ]
         self.writer.flush()
-        packs = {name for put in puts for name in self.writer.packs_of(put)}
+        packs = {name for put in puts for name in put.packs}
         ids = np.frombuffer(b"".join(put.id for put in puts), np.uint8).reshape(-1, 32)
         snapshot = Snapshot(
             layout_of(len(words)), {1: msgspec.msgpack.encode(list(words))}, {}, {0: ids}
