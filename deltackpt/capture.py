@@ -16,7 +16,7 @@ from .devices import refuse_graph_capture
 from .extents import BufferPool, Source
 from .landing import CopyFigures
 from .nodes import ChangedError, Leaves
-from .options import entries_of
+from .options import CHUNK_BYTES, entries_of
 from .small import SmallBytes
 from .sources import Signs
 from .tensors import check_mode
@@ -175,7 +175,9 @@ def capture(
     )
 
 
-def describe(state: Mapping[Any, Any], *, chunk_bytes: int = 1 << 18, rng: bool = True) -> Layout:
+def describe(
+    state: Mapping[Any, Any], *, chunk_bytes: int = CHUNK_BYTES, rng: bool = True
+) -> Layout:
     """The layout that :func:`capture` would record, without copying or encoding values."""
     return _find(_whole(state, rng), chunk_bytes, None)[0].layout
 

@@ -13,7 +13,7 @@ from deltackpt_store.names import check_name
 
 from .policy import DueFunction, Every, Keep, OnBusy, OnError, check_every, check_seconds, is_count
 
-CHUNK_BYTES = 256 * 1024
+CHUNK_BYTES = 512 * 1024
 MIN_CHUNK_BYTES = 1024
 MAX_CHUNK_BYTES = 16 * 1024 * 1024
 SLOT_BYTES = 4 * 1024 * 1024
@@ -193,6 +193,6 @@ def _check_chunk_bytes(value: Any) -> None:
         raise InvalidInputError(
             f"chunk_bytes must be a multiple of {MIN_CHUNK_BYTES} from {MIN_CHUNK_BYTES} to "
             f"{MAX_CHUNK_BYTES}, got {value!r}",
-            hint="the default of 256 KiB suits most states; 16 KiB suits sparse embeddings",
+            hint="the default of 512 KiB suits most states; 16 KiB suits sparse embeddings",
             option="chunk_bytes",
         )

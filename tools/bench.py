@@ -350,7 +350,7 @@ def main() -> int:
 
         missing = {p for p, module in {"moonclip": "moonclip", "safetensors": "safetensors"}.items()
                    if importlib.util.find_spec(module) is None}  # fmt: skip
-        peers = [p for p in PEERS if p not in missing]
+        peers = [p for p in PEERS if p not in missing and not p.endswith("KiB")]
         if arguments.slowdown:
             peers = ["deltackpt", "dcp.async_save", "dcp.async_save-cached"]
     arguments.compiled = tempfile.mkdtemp(prefix="bench-compiled-", dir=arguments.dir)

@@ -263,6 +263,14 @@ class DeltackptFast(Deltackpt):
     options: ClassVar[dict[str, Any]] = {"codec": "fast"}
 
 
+class DeltackptSmallerChunks(Deltackpt):
+    options: ClassVar[dict[str, Any]] = {"chunk_bytes": 256 * 1024}
+
+
+class DeltackptLargerChunks(Deltackpt):
+    options: ClassVar[dict[str, Any]] = {"chunk_bytes": 1024 * 1024}
+
+
 PEERS: dict[str, Callable[[Path, State], Peer]] = {
     "deltackpt": Deltackpt,
     "deltackpt-eager": DeltackptEager,
@@ -274,4 +282,7 @@ PEERS: dict[str, Callable[[Path, State], Peer]] = {
     "safetensors": Safetensors,
     "plain-write": PlainWrite,
     "moonclip": Moonclip,
+    "deltackpt-256KiB": DeltackptSmallerChunks,
+    "deltackpt-1024KiB": DeltackptLargerChunks,
 }
+"""By name; chunk sizes other than the default are measured only when asked for."""

@@ -43,7 +43,7 @@ from deltackpt_store.coding.sparse import encode_sparse
 from deltackpt_store.intake import STREAM_CHUNKS
 from deltackpt_store.pack import RECORD_BYTES
 
-CHUNK = 256 * 1024
+CHUNK = 512 * 1024
 CACHE = Path(__file__).parents[1] / ".bench" / "codec"
 
 Encode = Callable[[memoryview, memoryview, int], Coded | None]

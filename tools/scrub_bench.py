@@ -30,7 +30,7 @@ from deltackpt_store.store_writer import Chunk, StoreWriter
 from deltackpt_store.verify import verify
 from numpy.typing import NDArray
 
-CHUNK = 256 * 1024
+CHUNK = 512 * 1024
 VERIFY, RECORDS = "deltackpt verify", "deltackpt verify --level records"
 
 

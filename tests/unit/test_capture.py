@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from deltackpt import tree
 from deltackpt.capture import Capture, capture, describe
+from deltackpt.options import CHUNK_BYTES
 
 
 def trained(
@@ -324,7 +325,7 @@ def test_an_unchanged_form_keeps_the_layout_object() -> None:
     second = take(state, rng=True, previous=first)
     assert second.layout is first.layout
     assert_same(without_own(rebuild(second)), reference(state))
-    assert describe(state) == capture(state, chunk_bytes=1 << 18).layout
+    assert describe(state) == capture(state, chunk_bytes=CHUNK_BYTES).layout
 
 
 def change_shape(state: dict[str, Any]) -> None:
