@@ -22,10 +22,16 @@ def above_standard(fd: int) -> int:
 
 
 def socket_pair() -> tuple[socket.socket, socket.socket]:
-    """Two connected stream sockets, neither of them a standard stream. OSError."""
+    """Two connected stream sockets, neither of them a standard stream. OSError.
+
+    Neither has a time limit, whatever the program has given to ``socket.setdefaulttimeout``.
+    """
     one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        return _above(one), _above(other)
+        one, other = _above(one), _above(other)
+        one.settimeout(None)
+        other.settimeout(None)
+        return one, other
     except BaseException:
         one.close()
         other.close()

@@ -11,10 +11,6 @@ canonical form). The records of a slot are a packed array of :data:`RECORD`.
 
 from __future__ import annotations
 
-import contextlib
-import os
-import select
-import socket
 import struct
 from collections.abc import Iterator
 from typing import Any
@@ -23,11 +19,11 @@ import msgspec
 import numpy as np
 
 from deltackpt_store.errors import InvalidInputError, WriterError, to_wire
+from deltackpt_store.frames import MAX_FRAME, FrameChannel, frame
 from deltackpt_store.manifest import Layout
 from deltackpt_store.retention import Keep
 
 PROTOCOL = 1
-MAX_FRAME = 1 << 30
 
 RECORD = np.dtype(
     [
@@ -225,95 +221,21 @@ ToTrainer = Ready | Refused | Released | Committed | Retired | Failed | Notice
 
 _to_writer = msgspec.msgpack.Decoder(ToWriter)
 _to_trainer = msgspec.msgpack.Decoder(ToTrainer)
-_length = struct.Struct("<I")
 _record = struct.Struct("<IIII16s")
 
 
-class Channel:
-    """Frames over one connected stream socket; owns the socket.
-
-    `send` may be called from one thread and the receiving calls from another; the owner
-    serialises callers of each. A broken peer shows as None from `receive_*` and as `OSError`
-    from `send`.
-    """
-
-    def __init__(self, sock: socket.socket, *, watch: int | None = None) -> None:
-        """`watch` is a descriptor that becomes readable when the peer's process has ended.
-
-        The stream of a dead peer ends there, after what it sent, even while a child that it
-        forked still holds the other end of the socket open.
-        """
-        self._socket = sock
-        self._poll: select.poll | None = None
-        if watch is not None:
-            self.watch(watch)
-
-    def watch(self, watch: int) -> None:
-        """Do as a channel that was made with `watch`; to be called before anything is received."""
-        self._poll = select.poll()
-        self._poll.register(self._socket.fileno(), select.POLLIN)
-        self._poll.register(watch, select.POLLIN)
-
-    def send(self, frame: bytes) -> None:
-        """Send one frame of :func:`encode` whole; blocks while the other side does not read."""
-        self._socket.sendall(frame)
+class Channel(FrameChannel):
+    """Messages over one connected stream socket; owns the socket."""
 
     def receive_as_writer(self) -> ToWriter | None:
         """The next message of the trainer; None at the end of the stream."""
-        frame = self._frame()
+        frame = self.receive()
         return None if frame is None else _decode(_to_writer, frame)
 
     def receive_as_trainer(self) -> ToTrainer | None:
         """The next message of the writer; None at the end of the stream."""
-        frame = self._frame()
+        frame = self.receive()
         return None if frame is None else _decode(_to_trainer, frame)
-
-    def fileno(self) -> int:
-        return self._socket.fileno()
-
-    def shutdown(self) -> None:
-        """End both directions: blocked callers of either side return."""
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        self._socket.close()
-
-    def close_in_child(self) -> None:
-        """Forget the connection in a forked child, without a word to the peer of the parent."""
-        fd = self._socket.detach()
-        if fd >= 0:
-            os.close(fd)
-
-    def _frame(self) -> bytearray | None:
-        header = self._exactly(_length.size)
-        if header is None:
-            return None
-        (size,) = _length.unpack(header)
-        if size > MAX_FRAME:
-            raise WriterError(f"frame of {size} bytes on the control channel", kind="protocol")
-        return self._exactly(size)
-
-    def _exactly(self, size: int) -> bytearray | None:
-        data = bytearray(size)
-        view = memoryview(data)
-        while len(view):
-            if self._poll is not None and self._only_death():
-                return None
-            try:
-                got = self._socket.recv_into(view)
-            except ConnectionError:
-                return None
-            if got == 0:
-                return None  # an incomplete frame at the end counts as never sent
-            view = view[got:]
-        return data
-
-    def _only_death(self) -> bool:
-        """Wait for bytes or for the peer's end; True when it ended and no bytes are left."""
-        assert self._poll is not None
-        ready = {fd for fd, _ in self._poll.poll()}
-        return self._socket.fileno() not in ready
 
 
 def encode(message: ToWriter | ToTrainer) -> bytes:
@@ -330,7 +252,7 @@ def encode(message: ToWriter | ToTrainer) -> bytes:
             f" {MAX_FRAME}",
             hint="keep large data in tensors, not in plain Python values",
         )
-    return _length.pack(len(data)) + data
+    return frame(data)
 
 
 def wire_error(error: BaseException) -> dict[str, Any]:

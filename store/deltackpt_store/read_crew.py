@@ -16,7 +16,6 @@ import subprocess
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
-from multiprocessing.connection import Connection
 from typing import TypeVar
 
 import msgspec
@@ -24,8 +23,10 @@ import msgspec
 from deltackpt_store import child
 from deltackpt_store.copies import copy_bytes
 from deltackpt_store.descriptors import socket_pair
+from deltackpt_store.errors import WriterError
 from deltackpt_store.fetch import Request
 from deltackpt_store.fileio import FileIO
+from deltackpt_store.frames import FrameChannel, frame
 from deltackpt_store.pack_set import PackSet
 from deltackpt_store.ring import memory_file, set_size
 
@@ -74,9 +75,13 @@ class Helper:
             set_size(memory, AREAS * AREA_BYTES)
             shared = memoryview(mmap.mmap(memory, AREAS * AREA_BYTES))
             ours, theirs = socket_pair()
-            with ours, theirs:
-                self._process = _start(theirs, memory)
-                self._connection = Connection(ours.detach())
+            with theirs:
+                self._channel = FrameChannel(ours)
+                try:
+                    self._process = _start(theirs, memory)
+                except BaseException:
+                    self._channel.close()
+                    raise
         finally:
             os.close(memory)
         self._areas = deque(shared[i * AREA_BYTES :][:AREA_BYTES] for i in range(AREAS))
@@ -94,13 +99,13 @@ class Helper:
         """
         given: deque[_Part] = deque()
         try:
-            self._connection.send_bytes(msgspec.msgpack.encode(self._start))
+            self._channel.send(frame(msgspec.msgpack.encode(self._start)))
             self.ready = self._answer() == READY
             while self.ready:
                 while len(given) < AREAS and (part := take(AREA_BYTES)) is not None:
                     given.append(part)
                     job = [(chunk_id, len(dest)) for chunk_id, dest in requests(part)]
-                    self._connection.send_bytes(msgspec.msgpack.encode(job))
+                    self._channel.send(frame(msgspec.msgpack.encode(job)))
                 if not given:
                     break
                 if self._answer() == DONE:
@@ -109,22 +114,29 @@ class Helper:
                 else:
                     back(given.popleft())
                 self._areas.rotate(-1)
-        except (OSError, EOFError) as error:
+        except (OSError, WriterError) as error:
             _log.info("a process that helps with reading is given up: %s", error)
         finally:
             for part in given:
                 back(part)
-            self._connection.close()
+            self._channel.close()
 
     def _answer(self) -> bytes:
-        if not self._connection.poll(PATIENCE_SECONDS):
+        if not self._channel.ready(PATIENCE_SECONDS):
             raise TimeoutError("it does not answer")
-        return self._connection.recv_bytes(16)
+        answer = self._channel.receive()
+        if answer is None:
+            raise ConnectionError("it has ended")
+        return bytes(answer)
 
     def end(self) -> None:
         """End it; `lead` returns soon. Idempotent."""
         self._process.kill()
         self._process.wait()
+
+    def close(self) -> None:
+        """Let go of the channel, once nobody is in `lead`. Idempotent."""
+        self._channel.close()
 
 
 def hire(packs: PackSet, hints: Sequence[str]) -> list[Helper]:

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import mmap
 import os
-from multiprocessing.connection import Connection
+import socket
+from contextlib import closing
 
 import msgspec
 
 from deltackpt_store.errors import DeltackptError
 from deltackpt_store.fileio import FileIO
+from deltackpt_store.frames import FrameChannel, frame
 from deltackpt_store.pack_set import PackSet
 from deltackpt_store.read_crew import AREA_BYTES, AREAS, DONE, FAILED, READY, Job, Start
 from deltackpt_store.reader import ChunkReader
@@ -25,18 +27,18 @@ def serve(control_fd: int, memory_fd: int) -> None:
     """Do jobs until the other side is gone."""
     memory = memoryview(mmap.mmap(memory_fd, AREAS * AREA_BYTES))
     areas = [memory[i * AREA_BYTES : (i + 1) * AREA_BYTES] for i in range(AREAS)]
-    with Connection(control_fd) as connection:
+    with closing(FrameChannel(socket.socket(fileno=control_fd))) as channel:
         try:
-            start = msgspec.msgpack.decode(connection.recv_bytes(), type=Start)
+            start = msgspec.msgpack.decode(channel.receive() or b"", type=Start)
             packs = PackSet(FileIO(), os.fsdecode(start.root), start.uuid)
             packs.load(start.hints)
-            connection.send_bytes(READY)
+            channel.send(frame(READY))
             reader = ChunkReader(packs, start.hints)
-            while connection.poll(_IDLE_SECONDS):
-                job = msgspec.msgpack.decode(connection.recv_bytes(), type=Job)
-                connection.send_bytes(_do(reader, job, areas[0]))
+            while channel.ready(_IDLE_SECONDS) and (data := channel.receive()) is not None:
+                job = msgspec.msgpack.decode(data, type=Job)
+                channel.send(frame(_do(reader, job, areas[0])))
                 areas.append(areas.pop(0))
-        except (EOFError, OSError, DeltackptError):
+        except (OSError, DeltackptError, msgspec.DecodeError):
             return  # the other side sees it, and does without
 
 

@@ -170,6 +170,8 @@ class Run:
                 helper.end()
             for other in others:
                 other.join()
+            for helper in crew:
+                helper.close()
         if self._fatal is not None:
             raise self._fatal
         return self._failures

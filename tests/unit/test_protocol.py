@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import socket
 import struct
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 
@@ -12,7 +14,7 @@ import msgspec
 import numpy as np
 import pytest
 import xxhash
-from deltackpt_store import protocol
+from deltackpt_store import descriptors, protocol
 from deltackpt_store.errors import InvalidInputError, StorageError, WriterError, from_wire, to_wire
 from deltackpt_store.manifest import ExtentSpec, Layout, TensorView
 from deltackpt_store.protocol import Channel, WriterOptions
@@ -119,6 +121,47 @@ def test_the_stream_of_a_dead_peer_ends_although_its_child_holds_the_socket(
     assert channel.receive_as_writer() is None
     channel.close()
     os.close(end)
+
+
+def test_a_peer_that_is_gone_is_an_error_where_sigpipe_is_heeded() -> None:
+    """Prevents: a training that ends without a word because its writer, or a process that helps
+    with reading, was killed, where a program has SIGPIPE do what it does by default."""
+    code = """
+import signal
+from deltackpt_store.descriptors import socket_pair
+from deltackpt_store.frames import FrameChannel, frame
+
+signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+ours, theirs = socket_pair()
+theirs.close()
+try:
+    FrameChannel(ours).send(frame(b"anybody there?"))
+except BrokenPipeError:
+    print("nobody")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "nobody\n"
+
+
+@pytest.mark.parametrize("low", [False, True])
+def test_default_time_limits_of_sockets_are_those_of_others(
+    monkeypatch: pytest.MonkeyPatch, low: bool
+) -> None:
+    """Prevents: a message that is given up when the writer is busy for as long as a program lets
+    its downloads wait, and the save that hangs without it."""
+    if low:  # where descriptors must be moved away from the standard streams
+        monkeypatch.setattr(descriptors, "_FIRST_FREE", 1000)
+        monkeypatch.setattr(descriptors, "above_standard", lambda fd: fd)
+    before = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(0.01)
+    try:
+        pair = descriptors.socket_pair()
+    finally:
+        socket.setdefaulttimeout(before)
+    for end in pair:
+        assert end.gettimeout() is None
+        assert os.get_blocking(end.fileno())  # for the process that inherits it
+        end.close()
 
 
 def test_records_are_the_documented_32_bytes() -> None:

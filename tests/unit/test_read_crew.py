@@ -126,7 +126,7 @@ def test_one_that_dies_or_hangs(
             os.kill(crew.processes[0].pid, number)
             if number == signal.SIGSTOP:
                 os.waitid(os.P_PID, crew.processes[0].pid, os.WSTOPPED | os.WNOWAIT)
-                helper._connection.poll(0.1)  # what it said before
+                helper._channel.ready(0.1)  # what it said before
                 monkeypatch.setattr(read_crew, "PATIENCE_SECONDS", 0.0)
         left[0] -= 1
         return answer(helper)
