@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, cast
 
 import torch
+from deltackpt_store.cores import usable_cores
 from deltackpt_store.errors import InvalidInputError, StateError
 from deltackpt_store.names import check_name
 
@@ -75,8 +75,7 @@ def check_options(
     for name, value in (("durable_timeout", durable_timeout), ("lock_timeout", lock_timeout)):
         limits[name] = check_seconds(name, value, zero=name == "lock_timeout")
     if threads is None:
-        threads = min(4, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity")
-                      else os.cpu_count() or 1)  # fmt: skip
+        threads = min(4, usable_cores())
     check_threads(threads)
     return Options(
         run=check_name(run, "run"), every=check_every(every), keep=keep, writer=writer,

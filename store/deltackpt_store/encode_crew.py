@@ -25,6 +25,7 @@ import msgspec
 import numpy as np
 
 from deltackpt_store import encode_helper
+from deltackpt_store.cores import usable_cores
 from deltackpt_store.encode_helper import (
     MESSAGE_BYTES,
     Failed,
@@ -143,7 +144,7 @@ class Crew:
         crew._ring_at = _address(ring.view(0))
         crew._ring_bytes = ring.slots * ring.slot_bytes
         if count is None:
-            count = min(MOST_CORES, len(os.sched_getaffinity(0))) - 1
+            count = min(MOST_CORES, usable_cores()) - 1
         if sys.platform != "linux":
             count = 0
         try:

@@ -107,8 +107,8 @@ class Encoder:
     def digests(
         self, views: Sequence[memoryview], seed: int, *, ahead: bool = False
     ) -> Iterator[Digest]:
-        """Ids and change hashes of chunks, in order. Helpers begin at once when it is `ahead` of
-        other work that is to be done first."""
+        """Ids and change hashes of chunks, in order. When it is `ahead` of other work that is to
+        be done first, helpers begin when nothing of that is left for them."""
         tasks = [
             DigestTask(views[i : i + _TOGETHER], seed) for i in range(0, len(views), _TOGETHER)
         ]

@@ -22,6 +22,7 @@ import msgspec
 
 from deltackpt_store import child
 from deltackpt_store.copies import copy_bytes
+from deltackpt_store.cores import usable_cores
 from deltackpt_store.descriptors import socket_pair
 from deltackpt_store.errors import WriterError
 from deltackpt_store.fetch import Request
@@ -144,7 +145,7 @@ def hire(packs: PackSet, hints: Sequence[str]) -> list[Helper]:
     helpers: list[Helper] = []
     if sys.platform == "linux" and child.has_interpreter() and type(packs.io) is FileIO:
         try:
-            for _ in range(min(MOST_CORES, len(os.sched_getaffinity(0))) - 1):
+            for _ in range(min(MOST_CORES, usable_cores()) - 1):
                 helpers.append(Helper(packs, hints))
         except OSError as error:
             _log.info("only %d processes help with reading: %s", len(helpers), error)

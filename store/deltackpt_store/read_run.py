@@ -7,7 +7,6 @@ range into a scratch buffer of bounded size and scattered; encoded ones are deco
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -20,6 +19,7 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from deltackpt_store import codecs, read_crew
+from deltackpt_store.cores import usable_cores
 from deltackpt_store.errors import CorruptionError, DeltackptError, StorageError
 from deltackpt_store.fetch import SLACK_BYTES, Fetcher, Request, Task, mismatch
 from deltackpt_store.pack import Location
@@ -315,4 +315,4 @@ def thread_count(threads: int | None, total: int, chunks: int) -> int:
         return 1
     if total < chunks * _DIRECT_BYTES:
         return 2  # small chunks keep the interpreter busy: more threads only wait for each other
-    return min(MAX_THREADS, max(2, len(os.sched_getaffinity(0))))
+    return min(MAX_THREADS, max(2, usable_cores()))

@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 
+from deltackpt_store.cores import usable_cores
 from deltackpt_store.fetch import unreadable
 from deltackpt_store.fileio import FileIO
 from deltackpt_store.pack_set import PackSet
@@ -91,8 +92,7 @@ class _Scrub:
         todo = sum(int(work_of(table.entries.table, prove).sum()) for table in self._tables)
         self._forks = todo >= FORK_WORK and _may_fork(packs.io)
         if self._forks:
-            processors = len(os.sched_getaffinity(0))
-            self._workers = max(1, threads or min(MAX_PROCESSES, processors))
+            self._workers = max(1, threads or min(MAX_PROCESSES, usable_cores()))
         else:
             records = sum(len(t.entries) for t in self._tables)
             self._workers = thread_count(threads, self._total, records)

@@ -226,7 +226,8 @@ class StoreWriter:
     ) -> Iterator[Digest]:
         """Ids of chunks that are to be put, and their change hashes of that seed, in order.
 
-        `ahead`: other chunks are to be put first; helpers, if there are any, begin with these now.
+        `ahead`: other chunks are to be put first; helpers, if there are any, begin with these when
+        nothing of those is left for them.
         """
         return self.encoder.digests(views, seed, ahead=ahead)
 

@@ -71,7 +71,7 @@ def crew(monkeypatch: pytest.MonkeyPatch) -> Iterator[Crew]:
         copy(area, requests)
 
     monkeypatch.setattr(read_crew, "CREW_BYTES", 1)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    monkeypatch.setattr(read_crew, "usable_cores", lambda: 2)
     monkeypatch.setattr(read_crew, "_start", noted_start)
     monkeypatch.setattr(read_crew, "_copy", noted_copy)
     monkeypatch.setattr(Helper, "lead", noted_lead)
