@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from deltackpt_store.errors import InvalidInputError
@@ -130,7 +130,8 @@ def capture(
     when a captured optimizer owns it, or when it is frozen (requires_grad False) beside owned ones
     in one module and shows no sign of having changed since `previous`; all else (buffers, EMA
     copies, loose tensors, tensors named by `copied`) is copied before this returns.
-    `live(path, tensor)` replaces that rule when given; it is asked when the layout is planned.
+    `live(path, tensor)` replaces that rule when given; it is asked when the layout is planned, and
+    when another one was given for `previous`.
     `previous` lends its layout when the tree has not changed. Nothing of `state` is stepped,
     mutated or kept beyond what `Source` says. On CUDA, copies are ordered on the current stream.
     Raises `InvalidInputError` (kind "unsupported-value", context "path") before anything else
@@ -142,8 +143,8 @@ def capture(
     found: _Found | None = None
     if previous is not None:
         compiled = previous._compiled  # pyright: ignore[reportPrivateUsage]
-        if compiled.chunk_bytes == chunk_bytes and compiled.live == live:
-            found = _find_again(compiled, whole)
+        if compiled.chunk_bytes == chunk_bytes:
+            found = _find_again(compiled, whole, live)
     if found is None:
         found = _find(whole, chunk_bytes, live)
     check_mode()
@@ -246,7 +247,9 @@ def _unsaved(
     return out
 
 
-def _find_again(compiled: _Compiled, whole: dict[Any, Any]) -> _Found | None:
+def _find_again(
+    compiled: _Compiled, whole: dict[Any, Any], live: LivePredicate | None
+) -> _Found | None:
     """The leaves of a state of the known form, or None when anything about it has changed."""
     leaves, tree = Leaves(), compiled.tree
 
@@ -268,6 +271,9 @@ def _find_again(compiled: _Compiled, whole: dict[Any, Any]) -> _Found | None:
     if measured is None or not compiled.plan.fits(measured):
         return None
     compiled.plan.check_memory(tree.tensor_paths, leaves.tensors, measured)
+    if compiled.live != live:
+        plan = compiled.plan.live_where(measured, *_live(tree, leaves, live))
+        compiled = replace(compiled, plan=plan, live=live)
     return compiled, leaves, measured
 
 
@@ -290,9 +296,7 @@ def _find(whole: dict[Any, Any], chunk_bytes: int, live: LivePredicate | None) -
     paths = tree.tensor_paths
     measured = extents.probe(paths, leaves.tensors)
     assert measured is not None  # nothing was expected
-    alive, still = _live(tree, leaves)
-    if live is not None:
-        alive = [live(path, t) for path, t in zip(paths, leaves.tensors, strict=True)]
+    alive, still = _live(tree, leaves, live)
     plan = extents.plan(
         paths, tree.tensor_slots, measured, live=alive, still=still, chunk_bytes=chunk_bytes
     )
@@ -311,20 +315,26 @@ def _find(whole: dict[Any, Any], chunk_bytes: int, live: LivePredicate | None) -
     return compiled, leaves, measured
 
 
-def _live(tree: Tree, leaves: Leaves) -> tuple[list[bool], list[bool]]:
-    """The rule of :func:`capture`: what only an optimizer's step changes, and what nothing does."""
+def _live(tree: Tree, leaves: Leaves, live: LivePredicate | None) -> tuple[list[bool], list[bool]]:
+    """The rule of :func:`capture`: what only an optimizer's step changes, and what nothing does;
+    or what `live` says in place of the former."""
     owned = {id(p) for optimizer in leaves.optimizers for p in params.parameters_of(optimizer)}
-    pairs = list(zip(tree.origins, leaves.tensors, strict=True))
-    trained = {o.owner for o, t in pairs if o.kind == "parameter" and id(t) in owned}
-    still = [
-        origin.kind == "parameter"
-        and id(t) not in owned
-        and not t.requires_grad
-        and origin.owner in trained
-        for origin, t in pairs
+    origins = tree.origins
+    stepped = [
+        origin.kind == "parameter" and id(t) in owned
+        for origin, t in zip(origins, leaves.tensors, strict=True)
     ]
+    trained = {origin.owner for origin, own in zip(origins, stepped, strict=True) if own}
+    still = [
+        origin.kind == "parameter" and not own and origin.owner in trained and not t.requires_grad
+        for origin, own, t in zip(origins, stepped, leaves.tensors, strict=True)
+    ]
+    if live is not None:
+        return [
+            live(path, t) for path, t in zip(tree.tensor_paths, leaves.tensors, strict=True)
+        ], still
     alive = [
-        origin.kind == "moment" or (origin.kind == "parameter" and id(t) in owned) or frozen
-        for (origin, t), frozen in zip(pairs, still, strict=True)
+        own or rests or origin.kind == "moment"
+        for origin, own, rests in zip(origins, stepped, still, strict=True)
     ]
     return alive, still

@@ -7,12 +7,14 @@ the bytes. `rebuild` (from `views`) is the way back. Addresses are compared insi
 
 from __future__ import annotations
 
+import copy
 import ctypes
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import torch
 from deltackpt_store.manifest import ExtentSpec, TensorView
@@ -22,7 +24,7 @@ from torch import Tensor, nn
 from . import landing, spans
 from .buffers import BufferPool, Lease
 from .landing import CopyFigures, Landing
-from .probing import Facts, Probe, probe
+from .probing import Facts, Probe, of_each, probe
 from .restless import torn
 from .small import SmallBytes
 from .sources import Signs, Source, Taken, sign_of, version_of
@@ -38,21 +40,30 @@ _ROUNDS = 4  # of copying what another thread is changing
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
-@dataclass(frozen=True, slots=True)
-class _Cut:
+class _Cut(msgspec.Struct, frozen=True, gc=False):
     """How one extent is read: from the address of tensor `members[0]` plus `shift`, or packed.
 
     `plain`: all of its bytes lie in CPU memory of its members, so that the address is enough.
-    `still`: live, but not because an optimizer steps it. `path`: names it in change tables.
+    `path`: names it in change tables.
     """
 
     members: tuple[int, ...]
     shift: int
     dims: spans.Dims | None
-    live: bool
     plain: bool
-    still: bool
     path: str
+
+
+class _Clusters(NamedTuple):
+    """Tensors that share memory, directly or through others: of each tensor with elements, its
+    cluster and how far behind the start of that it lies; of each cluster, one of its tensors,
+    its length in bytes and its device. (Numbers of others mean nothing.)"""
+
+    of: NDArray[np.int64]
+    relative: NDArray[np.int64]
+    first: NDArray[np.int64]
+    length: NDArray[np.int64]
+    devices: list[torch.device]
 
 
 class _Places(NamedTuple):
@@ -74,30 +85,24 @@ class Plan:
         specs: tuple[ExtentSpec, ...],
         keys: list[str],
         cuts: list[_Cut],
-        clusters: list[tuple[int, ...]],
-        relative: NDArray[np.int64],
+        clusters: _Clusters,
         need: NDArray[np.int64],
-        length: NDArray[np.int64],
     ) -> None:
         self.facts = facts
         self.views = views
         self.specs = specs
         self._keys = keys
         self._cuts = cuts
-        self._relative = relative  # per tensor: address minus that of its cluster
+        self._clusters = clusters
         self._need = need  # per tensor: bytes from its first to past its last element
-        self._length = length  # per cluster
-        self._cluster_of = np.zeros(len(facts), np.int64)
-        self._first = np.array([c[0] for c in clusters], np.int64)
-        for number, cluster in enumerate(clusters):
-            self._cluster_of[list(cluster)] = number
         self._filled = need > 0
-        devices = [facts[c[0]][3] for c in clusters]
+        self._live: list[bool] = []  # per extent, see `live_where`
+        self._still: list[bool] = []
         self._by_device = [
-            np.array([i for i, d in enumerate(devices) if d == device], np.int64)
-            for device in dict.fromkeys(devices)
+            np.array([i for i, d in enumerate(clusters.devices) if d == device], np.int64)
+            for device in dict.fromkeys(clusters.devices)
         ]
-        self._itemsize = np.array([f[2].itemsize for f in facts], np.int64)
+        self._itemsize = np.array(of_each(facts, lambda own: own[2].itemsize), np.int64)
         self._inline: list[int] = []
         self._packed_inline: list[int] = []
         for number, (spec, c) in enumerate(zip(specs, cuts, strict=True)):
@@ -109,16 +114,42 @@ class Plan:
         self._empty = [e for e, spec in enumerate(specs) if not spec.nbytes]
         self._large = [e for e, spec in enumerate(specs) if not spec.inline]
 
+    def live_where(
+        self, measured: Probe, live: Sequence[bool], still: Sequence[bool] | None = None
+    ) -> Plan:
+        """This plan for tensors of which those with `live` may be read after the capture returned.
+
+        An extent is live when live tensors cover all of its bytes, and still when all of those are
+        (`still[i]`). `measured` are tensors that it fits.
+        """
+        plan = copy.copy(self)
+        plan._live, plan._still = [], []
+        forms: list[spans.Form] = []
+        filled: list[bool] = self._filled.tolist()
+        for spec, c in zip(self.specs, self._cuts, strict=True):
+            alive = [i for i in c.members if live[i] and filled[i]]
+            covered = bool(alive) and c.dims is None
+            if covered and len(c.members) > 1:
+                forms = forms or _forms(self.facts)
+                start = int(measured.address[c.members[0]]) + c.shift
+                there = [spans.Span(int(measured.address[i]), forms[i]) for i in alive]
+                covered = spans.covered(there, start, start + spec.nbytes)
+            plan._live.append(covered)
+            plan._still.append(bool(alive) and still is not None and all(still[i] for i in alive))
+        return plan
+
     def fits(self, measured: Probe) -> bool:
         """Whether tensors of the plan's own facts also have its aliases, and no others."""
-        base = (measured.address - self._relative)[self._first]
+        clusters = self._clusters
+        shifted = measured.address - clusters.relative
+        base = shifted[clusters.first]
         if not len(base):
             return True
-        moved = measured.address - self._relative != base[self._cluster_of]
+        moved = shifted != base[clusters.of]
         if (moved & self._filled).any():
             return False
-        for clusters in self._by_device:
-            starts, lengths = base[clusters], self._length[clusters]
+        for numbers in self._by_device:
+            starts, lengths = base[numbers], clusters.length[numbers]
             order = np.argsort(starts)
             if (starts[order][1:] < (starts + lengths)[order][:-1]).any():
                 return False
@@ -160,15 +191,15 @@ class Plan:
         copies: list[int] = []
         signs: dict[str, Signs] = {}
         for e in self._large:
-            c, key = self._cuts[e], self._keys[e]
-            live = c.live and overlap and c.path not in copied
-            if c.still:
+            c, key, still = self._cuts[e], self._keys[e], self._still[e]
+            live = self._live[e] and overlap and c.path not in copied
+            if still:
                 signs[key] = _signs(tensors, c.members)
                 live = live and (before is None or before.get(key) == signs[key])
             data = self._flat(e, tensors, places) if live else None
             if data is not None:
                 owner = tensors[c.members[0]]
-                sources[e] = Source(data, True, key, owner, still=c.still)
+                sources[e] = Source(data, True, key, owner, still=still)
             else:
                 copies.append(e)
         leases, figures = self._copy(copies, tensors, places, sources, pool)
@@ -397,92 +428,128 @@ def plan(
     still: Sequence[bool] | None = None,
     chunk_bytes: int,
 ) -> Plan:
-    """Cut `tensors` into extents. `live[i]`: tensor i may be read after the capture returned.
+    """Cut `tensors` into extents. For `live` and `still` see :meth:`Plan.live_where`.
 
-    An extent is live when live tensors cover all of its bytes, and still when all of those are
-    (`still[i]`). The tensors must have passed `tensors.refuse_unsupported`.
+    The tensors must have passed `tensors.refuse_unsupported`.
     """
-    facts = measured.facts
-    filled: dict[torch.device, list[int]] = {}
-    spread: dict[int, spans.Span] = {}
-    for i, (shape, stride, dtype, device, *_) in enumerate(facts):
-        if all(shape):
-            spread[i] = spans.span(int(measured.address[i]), dtype.itemsize, shape, stride)
-            filled.setdefault(device, []).append(i)
-    groups: list[spans.Group] = []
-    clusters: list[tuple[int, ...]] = []
-    for indices in filled.values():
-        here = [spread[i] for i in indices]
-        for cluster in spans.clusters(here):
-            clusters.append(tuple(indices[k] for k in cluster))
-            for group in _whole(here, spans.cut(here, cluster)):
-                members = tuple(indices[k] for k in group.members)
-                groups.append(spans.Group(members, group.start, group.end, group.dims))
-    groups += [spans.Group((i,), 0, 0, None) for i in range(len(facts)) if i not in spread]
+    facts, forms = measured.facts, _forms(measured.facts)
+    need = np.array([own.nbytes for own in forms], np.int64)
+    clusters, groups = _grouped(measured, forms, need)
+    groups += [spans.Group((i,), 0, 0, None) for i in np.flatnonzero(need == 0).tolist()]
     groups.sort(key=lambda g: g.members[0])
-    views: dict[int, TensorView] = {}
+    marks = of_each(facts, _marks)
+    views: list[Any] = [None] * len(facts)
     specs: list[ExtentSpec] = []
     keys: list[str] = []
     cuts: list[_Cut] = []
+    address: list[int] = measured.address.tolist()
     for number, g in enumerate(groups):
         first = g.members[0]
-        name, device, nbytes = dtype_name(facts[first][2]), facts[first][3], g.end - g.start
-        specs.append(ExtentSpec(nbytes, chunk_bytes, name))
-        keys.append(f"{paths[first]}\n{nbytes} {name} {chunk_bytes} {device}")
-        alive = [spread[i] for i in g.members if i in spread and live[i]]
-        shift = g.start - spread[first].start if nbytes else 0
-        padded = nbytes > 0 and g.start < min(spread[i].start for i in g.members)
-        cuts.append(
-            _Cut(
-                g.members,
-                shift,
-                g.dims,
-                bool(alive) and g.dims is None and spans.covered(alive, g.start, g.end),
-                g.dims is None and device.type == "cpu" and not padded,
-                bool(alive) and still is not None and all(still[i] for i in g.members if live[i]),
-                paths[first],
-            )
-        )
+        mark, nbytes, path = marks[first], g.end - g.start, paths[first]
+        specs.append(ExtentSpec(nbytes, chunk_bytes, mark.dtype))
+        keys.append(f"{path}\n{nbytes} {mark.dtype} {chunk_bytes} {mark.device}")
+        shift = g.start - address[first] if nbytes else 0
+        padded = nbytes > 0 and g.start < min(address[i] for i in g.members)
+        plain = g.dims is None and mark.on_host and not padded
+        cuts.append(_Cut(g.members, shift, g.dims, plain, path))
         for i in g.members:
-            offset = spread[i].start - g.start if i in spread else 0
-            views[i] = _view(slots[i], number, facts[i], offset, packed=g.dims is not None)
-    relative = np.zeros(len(facts), np.int64)
-    lengths: list[int] = []
-    for cluster in clusters:
-        start = min(spread[i].start for i in cluster)
-        lengths.append(max(spread[i].end for i in cluster) - start)
-        for i in cluster:
-            relative[i] = spread[i].start - start
-    need = [spread[i].end - spread[i].start if i in spread else 0 for i in range(len(facts))]
-    return Plan(
-        facts, tuple(views[i] for i in range(len(facts))), tuple(specs), keys, cuts, clusters,
-        relative, np.array(need, np.int64), np.array(lengths, np.int64),
-    )  # fmt: skip
+            offset = address[i] - g.start if nbytes and g.dims is None else 0
+            views[i] = _view(
+                slots[i], number, facts[i], marks[i], offset, packed=g.dims is not None
+            )
+    own = Plan(facts, tuple(views), tuple(specs), keys, cuts, clusters, need)
+    return own.live_where(measured, live, still)
 
 
-def _whole(here: Sequence[spans.Span], groups: list[spans.Group]) -> list[spans.Group]:
-    """`groups`, with those split up whose members do not lie at whole elements of each other."""
-    out: list[spans.Group] = []
-    for group in groups:
+class _Marks(msgspec.Struct, frozen=True, gc=False):
+    """What the views of all tensors of the same facts have in common."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    device: str
+    on_host: bool
+
+
+def _marks(facts: Facts) -> _Marks:
+    shape, stride, dtype, device, *_ = facts
+    return _Marks(dtype_name(dtype), tuple(shape), tuple(stride), str(device), device.type == "cpu")
+
+
+def _forms(facts: Sequence[Facts]) -> list[spans.Form]:
+    return of_each(facts, lambda own: spans.form(own[2].itemsize, own[0], own[1]))
+
+
+def _grouped(
+    measured: Probe, forms: Sequence[spans.Form], need: NDArray[np.int64]
+) -> tuple[_Clusters, list[spans.Group]]:
+    """The tensors with elements as clusters, and as the groups that become extents."""
+    filled: dict[torch.device, list[int]] = {}
+    for i in np.flatnonzero(need).tolist():
+        filled.setdefault(measured.facts[i][3], []).append(i)
+    groups: list[spans.Group] = []
+    of, relative = np.zeros_like(need), np.zeros_like(need)
+    firsts, lengths = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+    devices: list[torch.device] = []
+    for device, indices in filled.items():
+        numbers = np.array(indices, np.int64)
+        starts = measured.address[numbers]
+        found = spans.clusters(starts, starts + need[numbers])
+        sizes = np.diff(found.begins, append=len(indices))
+        members = numbers[found.order]
+        of[members] = np.repeat(np.arange(len(sizes)) + len(devices), sizes)
+        relative[members] = starts[found.order] - np.repeat(found.start, sizes)
+        firsts.append(members[found.begins])
+        lengths.append(found.length)
+        devices += [device] * len(sizes)
+        ordered: list[int] = members.tolist()
+        at: list[int] = starts[found.order].tolist()
+        runs: list[tuple[int, int]] = np.column_stack((found.begins, sizes)).tolist()
+        for begin, size in runs:
+            first, start = ordered[begin], at[begin]
+            if size == 1 and forms[first].dense:
+                groups.append(spans.Group((first,), start, start + forms[first].nbytes, None))
+            else:
+                groups += _groups_of(ordered[begin : begin + size], measured, forms)
+    return (
+        _Clusters(of, relative, np.concatenate(firsts), np.concatenate(lengths), devices),
+        groups,
+    )
+
+
+def _groups_of(
+    members: list[int], measured: Probe, forms: Sequence[spans.Form]
+) -> list[spans.Group]:
+    """The groups of one cluster, whose `members` are given by address; but members that do not lie
+    at whole elements of each other are groups of their own."""
+    ordered = sorted(members)
+    here = [spans.Span(int(measured.address[i]), forms[i]) for i in ordered]
+    number = {i: k for k, i in enumerate(ordered)}
+    groups: list[spans.Group] = []
+    for group in spans.cut(here, [number[i] for i in members]):
         if group.dims is not None or spans.aligned(here, group):
-            out.append(group)
+            groups.append(group)
         else:
-            out += [spans.cut(here, [i])[0] for i in group.members]
-    return out
+            groups += [spans.cut(here, [k])[0] for k in group.members]
+    return [
+        spans.Group(tuple(ordered[k] for k in g.members), g.start, g.end, g.dims) for g in groups
+    ]
 
 
-def _view(slot: int, extent: int, facts: Facts, offset: int, *, packed: bool) -> TensorView:
-    shape, stride, dtype, device, requires_grad, kind, _, conj, neg = facts
+def _view(
+    slot: int, extent: int, facts: Facts, marks: _Marks, offset: int, *, packed: bool
+) -> TensorView:
+    shape, stride, _, _, requires_grad, kind, _, conj, neg = facts
     return TensorView(
         slot=slot,
         extent=extent,
-        dtype=dtype_name(dtype),
-        shape=tuple(shape),
-        stride=spans.packed_stride(shape, stride) if packed else tuple(stride),
+        dtype=marks.dtype,
+        shape=marks.shape,
+        stride=spans.packed_stride(shape, stride) if packed else marks.stride,
         offset=0 if packed else offset,
         conj=conj,
         neg=neg,
         parameter=kind is nn.Parameter,
         requires_grad=requires_grad,
-        device=str(device),
+        device=marks.device,
     )

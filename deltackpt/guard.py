@@ -16,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .devices import is_capturing
 from .pipeline import SavePipeline
+from .tensors import PLAIN
 
 _log = logging.getLogger("deltackpt")
 
@@ -107,7 +108,8 @@ def optimizers_in(value: Any, depth: int = 4) -> Iterator[Optimizer]:
         items = cast("Sequence[Any]", value)
     if depth > 0:
         for item in items:
-            yield from optimizers_in(item, depth - 1)
+            if type(item) not in PLAIN:
+                yield from optimizers_in(item, depth - 1)
 
 
 def _steps(frame: FrameType | None, optimizers: Sequence[Optimizer]) -> bool:

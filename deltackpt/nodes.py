@@ -42,8 +42,7 @@ class ChangedError(Exception):
     """The state is not of the compiled form any more."""
 
 
-@dataclass(frozen=True, slots=True)
-class Origin:
+class Origin(msgspec.Struct, frozen=True, gc=False):
     """Where a tensor leaf was found: a module's parameter ("parameter"), an optimizer's state
     ("moment"), elsewhere in an object's state_dict ("object"), or outside of them ("").
 
@@ -103,16 +102,20 @@ def collect_items(kids: Sequence[Kid], items: Sequence[Any], out: Leaves) -> Non
 
 
 class MappingNode(_Node):
+    """Shared by all mappings of the same keys, whose kids are leaves of the same kinds."""
+
     __slots__ = ("extra", "keys", "kids", "kind", "nodes", "tensors", "types")
 
-    def __init__(self, value: Any, nodes: list[Any], extra: Any) -> None:
-        self.kind = kind_of(value)
-        self.keys = list(value)
-        self.types = list(map(type, value))
+    def __init__(
+        self, kind: type, keys: list[Any], nodes: list[Any], extra: Any, kids: Sequence[Kid]
+    ) -> None:
+        self.kind = kind
+        self.keys = keys
+        self.types = list(map(type, keys))
         self.nodes = None if set(self.types) <= _SIMPLE_KEYS else msgspec.msgpack.encode(nodes)
         self.extra = extra
-        self.kids: list[Kid] = []
-        self.tensors = False
+        self.kids = kids
+        self.tensors = all(kid is TENSOR for kid in kids)
 
     def collect(self, value: Any, out: Leaves) -> None:
         if (

@@ -7,7 +7,7 @@ parameters behind the numbers are recorded under "#params", and matched on resto
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 from deltackpt_store.errors import MismatchError
@@ -21,10 +21,10 @@ _WRAPPED = "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"
 
 def loose_tensors(
     paths: Iterable[str], origins: Iterable[Origin], leaves: Leaves
-) -> list[tuple[str, Tensor]]:
+) -> Iterator[tuple[str, Tensor]]:
     """Path and tensor of the tensor leaves that are in no object's state_dict."""
     found = zip(paths, origins, leaves.tensors, strict=True)
-    return [(path, tensor) for path, origin, tensor in found if not origin.kind]
+    return ((path, tensor) for path, origin, tensor in found if not origin.kind)
 
 
 def optimizer_names(

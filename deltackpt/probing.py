@@ -5,9 +5,9 @@ Addresses are comparable inside one probe only: memory is reused between saves.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .tensors import refuse_unsupported
 
+_T = TypeVar("_T")
 _ADDRESSED = frozenset(("cpu", "cuda", "xpu"))  # data_ptr() orders the bytes of a device
 
 Facts = tuple[Any, ...]
@@ -39,16 +40,20 @@ def probe(
 ) -> Probe | None:
     """Measure `tensors`; `InvalidInputError` names the path of one that has no readable memory.
 
-    With `expected`, the facts of an earlier probe: None as soon as a tensor differs from them.
-    (Facts are compared one by one and not collected: 20,000 new tuples would wake the garbage
-    collector, which costs more than all the rest.)
+    Equal facts are one object. With `expected`, the facts of an earlier probe: None as soon as a
+    tensor differs from them. (Facts are compared one by one and not collected: 20,000 new tuples
+    would wake the garbage collector, which costs more than all the rest.)
     """
     try:
         if expected is None:
+            known: dict[Facts, Facts] = {}
             facts: list[Facts] = [
-                (t.shape, t.stride(), t.dtype, t.device, t.requires_grad and t.is_leaf, type(t),
-                 t.layout, t.is_conj(), t.is_neg())
-                for t in tensors
+                known.setdefault(own, own)
+                for own in (
+                    (t.shape, t.stride(), t.dtype, t.device, t.requires_grad and t.is_leaf, type(t),
+                     t.layout, t.is_conj(), t.is_neg())
+                    for t in tensors
+                )
             ]  # fmt: skip
         elif len(tensors) == len(expected) and all(
             (t.shape, t.stride(), t.dtype, t.device, t.requires_grad and t.is_leaf, type(t),
@@ -59,16 +64,26 @@ def probe(
         else:
             return None
         count = len(tensors)
-        address = np.fromiter((t.data_ptr() for t in tensors), np.uint64, count).view(np.int64)
-        offset = np.fromiter((t.storage_offset() for t in tensors), np.int64, count)
+        address = np.fromiter(map(Tensor.data_ptr, tensors), np.uint64, count).view(np.int64)
+        offset = np.fromiter(map(Tensor.storage_offset, tensors), np.int64, count)
         storage = np.fromiter((t.untyped_storage().nbytes() for t in tensors), np.int64, count)
     except Exception:
         for path, tensor in zip(paths, tensors, strict=True):
             refuse_unsupported(path, tensor)
         raise
-    if any(t.device.type not in _ADDRESSED for t in tensors if t.device.type != "cpu"):
+    if any(own[3].type not in _ADDRESSED for own in _distinct(facts).values()):
         address = _pseudo_addresses(tensors)
     return Probe(facts, address, offset, storage)
+
+
+def of_each(facts: Sequence[Facts], make: Callable[[Facts], _T]) -> list[_T]:
+    """What `make` makes of the facts of each tensor; asked once for those that are one object."""
+    made = {key: make(own) for key, own in _distinct(facts).items()}
+    return [made[id(own)] for own in facts]
+
+
+def _distinct(facts: Sequence[Facts]) -> dict[int, Facts]:
+    return {id(own): own for own in facts}
 
 
 def _pseudo_addresses(tensors: Sequence[Tensor]) -> NDArray[np.int64]:

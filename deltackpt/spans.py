@@ -15,32 +15,53 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
+import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 Dims = tuple[tuple[int, int], ...]  # (size, stride in elements), steepest first
 
 _MASK_CELLS = 1 << 28
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
-    """Memory of one tensor: `end - start` bytes from its first to past its last element."""
+class Form(msgspec.Struct, frozen=True, gc=False):
+    """A span without its address: `nbytes` from the first to past the last element.
 
-    start: int
-    end: int
+    `dense`: every byte of it belongs to exactly one element.
+    """
+
     itemsize: int
     dims: Dims
+    nbytes: int
+    dense: bool
+
+
+class Span(msgspec.Struct, frozen=True, gc=False):
+    """Memory of one tensor: bytes from its first to past its last element."""
+
+    start: int
+    form: Form
+
+    @property
+    def end(self) -> int:
+        return self.start + self.form.nbytes
+
+    @property
+    def itemsize(self) -> int:
+        return self.form.itemsize
+
+    @property
+    def dims(self) -> Dims:
+        return self.form.dims
 
     @property
     def dense(self) -> bool:
-        """Whether every byte of the span belongs to exactly one element."""
-        return packed(self.dims) == self.dims
+        return self.form.dense
 
 
-@dataclass(frozen=True, slots=True)
-class Group:
+class Group(msgspec.Struct, frozen=True, gc=False):
     """Spans that become one extent. `members` are indices into the spans given to :func:`cut`.
 
     `dims` is None when the bytes ``[start, end)`` are the extent; else the one geometry of all
@@ -59,11 +80,16 @@ def order(shape: Sequence[int], stride: Sequence[int]) -> list[int]:
     return sorted(real, key=lambda i: -stride[i])
 
 
+def form(itemsize: int, shape: Sequence[int], stride: Sequence[int]) -> Form:
+    """The form of a tensor; one without elements has no bytes."""
+    dims = tuple((shape[i], stride[i]) for i in order(shape, stride))
+    reach = 1 + sum((n - 1) * s for n, s in dims) if all(shape) else 0
+    return Form(itemsize, dims, reach * itemsize, packed(dims) == dims)
+
+
 def span(address: int, itemsize: int, shape: Sequence[int], stride: Sequence[int]) -> Span:
     """The span of a tensor with at least one element."""
-    dims = tuple((shape[i], stride[i]) for i in order(shape, stride))
-    reach = 1 + sum((n - 1) * s for n, s in dims)
-    return Span(address, address + reach * itemsize, itemsize, dims)
+    return Span(address, form(itemsize, shape, stride))
 
 
 def packed(dims: Dims) -> Dims:
@@ -86,18 +112,24 @@ def packed_stride(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...
     return tuple(out)
 
 
-def clusters(spans: Sequence[Span]) -> list[list[int]]:
-    """Indices of spans whose byte ranges overlap, directly or through others."""
-    out: list[list[int]] = []
-    reach = -1
-    for i in sorted(range(len(spans)), key=lambda i: spans[i].start):
-        if spans[i].start < reach:
-            out[-1].append(i)
-            reach = max(reach, spans[i].end)
-        else:
-            out.append([i])
-            reach = spans[i].end
-    return out
+class Clusters(NamedTuple):
+    """Byte ranges that overlap, directly or through others: `order` numbers the ranges by address,
+    and each cluster is a run of it that begins where `begins` says; `start` and `length` in bytes.
+    """
+
+    order: NDArray[np.int64]
+    begins: NDArray[np.int64]
+    start: NDArray[np.int64]
+    length: NDArray[np.int64]
+
+
+def clusters(starts: NDArray[np.int64], ends: NDArray[np.int64]) -> Clusters:
+    """Which of at least one range ``[starts[i], ends[i])``, none of them empty, overlap."""
+    order = np.argsort(starts, kind="stable")
+    start, reach = starts[order], np.maximum.accumulate(ends[order])
+    begins = np.flatnonzero(np.concatenate(([True], start[1:] >= reach[:-1])))
+    last = np.append(begins[1:], len(order)) - 1
+    return Clusters(order, begins, start[begins], reach[last] - start[begins])
 
 
 def cut(spans: Sequence[Span], cluster: Sequence[int]) -> list[Group]:

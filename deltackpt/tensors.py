@@ -68,7 +68,7 @@ def _problem(tensor: Tensor) -> tuple[str, str] | None:
         return "is a tensor inside a torch.func transform", "save outside of the transform"
     if tensor.is_nested:
         return "is a nested tensor", "save its list of tensors (tensor.unbind())"
-    if tensor.device.type == "meta":
+    if tensor.is_meta:
         return "is a meta tensor, which has no data", "materialise it (to_empty) and load it first"
     if tensor.layout != torch.strided:
         return f"has the layout {tensor.layout}", "save tensor.to_dense()"
@@ -87,7 +87,9 @@ def _problem(tensor: Tensor) -> tuple[str, str] | None:
     if tensor._is_zerotensor():  # pyright: ignore  # no public spelling
         return "is a symbolic zero, which has no data", "save tensor.clone()"
     size, offset = tensor.itemsize, tensor.storage_offset()
-    reach = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    reach = tensor.numel()
+    if not tensor.is_contiguous():
+        reach = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
     held = tensor.untyped_storage().nbytes()
     if held < (offset + reach) * size:
         return (

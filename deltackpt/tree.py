@@ -27,13 +27,19 @@ import logging
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 import torch
 from deltackpt_store.errors import CorruptionError, InvalidInputError
-from deltackpt_store.layout_check import MAX_LEAVES, MAX_STRUCTURE_BYTES, check_structure
+from deltackpt_store.layout_check import (
+    MAX_LEAVES,
+    MAX_STRUCTURE_BYTES,
+    MAX_STRUCTURE_DEPTH,
+    check_structure,
+    nesting,
+)
 from deltackpt_store.values import (
     MAX_DEPTH,
     check_namedtuple,
@@ -80,28 +86,27 @@ __all__ = ["Leaves", "Origin", "Tree", "Walker", "build"]
 
 _log = logging.getLogger("deltackpt.tree")
 
+_LOOSE = Origin()
+
 
 @dataclass(frozen=True, slots=True)
 class Tree:
     """The compiled form of a state; holds no value of it.
 
-    `tensor_slots` and `object_slots` number the leaves of :class:`Leaves`; `origins` has one entry
-    per tensor. `module_paths`, `optimizer_paths`: paths of the objects in `Leaves`.
+    `tensor_slots` and `object_slots` number the leaves of :class:`Leaves`; `tensor_paths` and
+    `origins` have one entry per tensor. `module_paths`, `optimizer_paths`: paths of the objects in
+    `Leaves`.
     """
 
     structure: bytes
     paths: tuple[str, ...]
     tensor_slots: tuple[int, ...]
+    tensor_paths: tuple[str, ...]
     object_slots: tuple[int, ...]
     origins: tuple[Origin, ...]
     module_paths: tuple[str, ...]
     optimizer_paths: tuple[str, ...]
     root: Kid
-
-    @property
-    def tensor_paths(self) -> list[str]:
-        """The path of each tensor leaf."""
-        return [self.paths[slot] for slot in self.tensor_slots]
 
     def collect(self, state: Mapping[Any, Any], out: Leaves) -> bool:
         """Append the leaves of `state` to `out`; False when its form differs (`out` is then void).
@@ -130,6 +135,10 @@ class Walker:
         self.module_paths: list[str] = []
         self.optimizer_paths: list[str] = []
         self._inside: dict[int, str] = {}
+        self._named: dict[tuple[str, ...], _Keys] = {}
+        self._alike: dict[tuple[Any, ...], MappingNode] = {}
+        self._deepest = 0  # of the containers
+        self._deepest_part = 0  # of keys and such: lists in lists
 
     def tree(self, state: dict[Any, Any]) -> Tree:
         """Walk `state`: its compiled form; `leaves` has its leaves, nothing copied yet.
@@ -143,7 +152,8 @@ class Walker:
         self._check_size(structure)
         return Tree(
             structure, tuple(self.paths), tuple(self.tensor_slots),
-            tuple(self.object_slots), tuple(self.origins), tuple(self.module_paths),
+            tuple([self.paths[slot] for slot in self.tensor_slots]), tuple(self.object_slots),
+            tuple(self.origins), tuple(self.module_paths),
             tuple(self.optimizer_paths), kid,
         )  # fmt: skip
 
@@ -165,6 +175,8 @@ class Walker:
                 hint="hold many small values in one list, NumPy array or tensor",
                 path=place,
             )
+        if 3 * (self._deepest + 2) + self._deepest_part < MAX_STRUCTURE_DEPTH:
+            return
         try:
             check_structure(structure, "of the state")
         except CorruptionError as error:
@@ -180,7 +192,7 @@ class Walker:
     ) -> tuple[Any, Kid]:
         kind = kind_of(value)
         if issubclass(kind, Tensor):
-            return self._tensor(value, path, origin or Origin())
+            return self._tensor(value, path, origin or _LOOSE)
         if is_object(value):
             self.object_slots.append(len(self.paths))
             self.paths.append(path)
@@ -215,6 +227,7 @@ class Walker:
             outer = self._inside[id(value)]
             raise refuse(path, f"is the value at {outer!r}, which contains it", "break the cycle")
         self._inside[id(value)] = path
+        self._deepest = max(self._deepest, depth)
         try:
             return walk(value, path, depth, origin)
         finally:
@@ -238,35 +251,61 @@ class Walker:
             nodes.append(node)
             compiled.kids.append(kid)
         if fields:
-            return ["nt", kind.__module__, kind.__qualname__, list(fields), nodes], compiled
+            return _packed(["nt", kind.__module__, kind.__qualname__, fields, nodes]), compiled
         if kind is deque:
-            return ["dq", value.maxlen, nodes], compiled
-        return [SEQUENCES[kind], nodes], compiled
+            return _packed(["dq", value.maxlen, nodes]), compiled
+        return _packed([SEQUENCES[kind], nodes]), compiled
 
     def _mapping(self, value: Any, path: str, depth: int, origin: Origin | None) -> tuple[Any, Kid]:
-        kind = kind_of(value)
-        keys: list[Any] = list(value)
-        names = _names(keys, path)
-        places = [join(path, name, top=depth == 0) for name in names]
-        nodes = [encode_key(key, path) for key in keys]
-        compiled = MappingNode(value, nodes, extra_of(value))
+        kind, extra = kind_of(value), extra_of(value)
+        keys, items = list(value), list(value.values())
+        names, nodes = self._keys_of(keys, path)
+        places = names if depth == 0 else [join(path, name, top=False) for name in names]
         pairs: list[Any] = []
-        for key, key_node, place in zip(keys, nodes, places, strict=True):
-            item = value[key]
+        kids: list[Kid] = []
+        for key, item, key_node, place in zip(keys, items, nodes, places, strict=True):
             node, kid = self.walk(item, place, depth + 1, _inherit(origin, key, item))
-            pairs.append([key_node, node])
-            compiled.kids.append(kid)
-        compiled.tensors = all(kid is TENSOR for kid in compiled.kids)
+            pairs.append((key_node, node))
+            kids.append(kid)
+        compiled = self._compiled(kind, keys, nodes, extra, kids)
         if kind is defaultdict:
             factory = encode_node(defaultdict[Any, Any](value.default_factory), path)[1]
-            return ["dd", factory, pairs], compiled
+            return _packed(["dd", factory, pairs]), compiled
         tagged = [MAPPINGS[kind], pairs]
-        if kind is OrderedDict and compiled.extra is not None:
+        if kind is OrderedDict and extra is not None:
             try:
-                tagged.append(encode_node(compiled.extra, path))
+                tagged.append(self._part(encode_node(extra, path)))
             except InvalidInputError as error:
                 _log.warning("the metadata of the state_dict at %r is not saved: %s", path, error)
-        return tagged, compiled
+        return _packed(tagged), compiled
+
+    def _keys_of(self, keys: list[Any], path: str) -> _Keys:
+        """The names and nodes of a mapping's keys, found once for all mappings of the same ones."""
+        plain = set(map(type, keys)) == {str}  # then equal keys are the same
+        found = self._named.get(tuple(keys)) if plain else None
+        if found is None:
+            found = _Keys(_names(keys, path), [self._part(encode_key(key, path)) for key in keys])
+            if plain:
+                self._named[tuple(keys)] = found
+        return found
+
+    def _compiled(
+        self, kind: type, keys: list[Any], nodes: list[Any], extra: Any, kids: list[Kid]
+    ) -> MappingNode:
+        """The compiled form, which a mapping shares with those that look the same."""
+        if extra is not None or {*map(type, keys), *map(type, kids)} != {str}:
+            return MappingNode(kind, keys, nodes, extra, kids)
+        look = (kind, *keys, *kids)
+        found = self._alike.get(look)
+        if found is None:
+            found = self._alike[look] = MappingNode(kind, keys, nodes, extra, kids)
+        return found
+
+    def _part(self, node: Any) -> Any:
+        """`node`, which is part of a container's and no value, noting how deep its lists nest."""
+        if kind_of(node) is list:
+            self._deepest_part = max(self._deepest_part, nesting(node))
+        return node
 
     def _stateful(
         self, value: Any, path: str, depth: int, origin: Origin | None
@@ -302,7 +341,7 @@ class Walker:
         parts = sparse_parts(tensor)
         for name, part in parts.items():
             refuse_unsupported(f"{path}/{name}", part)
-            slots.append(self._slot(part, f"{path}/{name}", Origin()))
+            slots.append(self._slot(part, f"{path}/{name}", _LOOSE))
         problem = sparse_problem(tensor, parts)
         if problem is not None:
             raise refuse(
@@ -319,8 +358,20 @@ class Walker:
             described = dtype_description(array.dtype)
         except InvalidInputError as error:
             raise refuse(path, error.message, error.hint or "") from None
-        slot = self._slot(array_bytes(array), path, Origin())
-        return ["np", slot, described, list(array.shape)], ArrayNode(array)
+        slot = self._slot(array_bytes(array), path, _LOOSE)
+        return ["np", slot, self._part(described), list(array.shape)], ArrayNode(array)
+
+
+class _Keys(NamedTuple):
+    """Of the keys of a mapping: the segments of paths, and the nodes."""
+
+    names: list[str]
+    nodes: list[Any]
+
+
+def _packed(node: list[Any]) -> msgspec.Raw:
+    """A container's node as the bytes that it is of the document: no object of it stays."""
+    return msgspec.Raw(msgspec.msgpack.encode(node))
 
 
 def _names(keys: list[Any], path: str) -> list[str]:

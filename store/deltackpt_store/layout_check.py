@@ -53,6 +53,14 @@ def check_structure(structure: bytes, name: str) -> None:
     raise _bad("its structure is nested too deeply", name)
 
 
+def nesting(node: Any) -> int:
+    """How many lists lie in each other at the deepest place of a decoded document."""
+    level, count = [node], 0
+    while lists := [cast("list[Any]", part) for part in level if type(part) is list]:
+        level, count = list(chain.from_iterable(lists)), count + 1
+    return count
+
+
 def check_counts(layout: Layout, name: str) -> None:
     """No list of the layout is longer than a reader takes."""
     for field, what in ((layout.paths, "paths"), (layout.tensors, "tensors"),

@@ -48,7 +48,7 @@ def element_bytes(dtype: str) -> int:
     return -(-bits // 8)
 
 
-class TensorView(msgspec.Struct, frozen=True, array_like=True):
+class TensorView(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """How one tensor leaf looks at its extent. Strides are in elements, the offset in bytes."""
 
     slot: int
@@ -66,7 +66,7 @@ class TensorView(msgspec.Struct, frozen=True, array_like=True):
     shard_offsets: tuple[int, ...] | None = None
 
 
-class ExtentSpec(msgspec.Struct, frozen=True, array_like=True):
+class ExtentSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Size and cutting of one extent. `dtype` (of its first viewer) guides codecs only."""
 
     nbytes: int

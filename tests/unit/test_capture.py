@@ -17,7 +17,7 @@ from captured import BufferPool, bits, memory_of, rebuild, same, take
 from deltackpt_store.errors import InvalidInputError, StateError
 from torch import Tensor, nn
 
-from deltackpt import tree
+from deltackpt import spans, tree
 from deltackpt.capture import Capture, capture, describe
 from deltackpt.options import CHUNK_BYTES
 
@@ -760,3 +760,72 @@ def test_deep_keys_in_deep_containers_are_refused() -> None:
 
 class Deep(NamedTuple):
     inner: Any
+
+
+def test_another_rule_of_what_is_live_keeps_the_layout() -> None:
+    """A training without an optimizer's step so far, or after a restore, has read all in place."""
+
+    def everything(path: str, tensor: Tensor) -> bool:
+        return True
+
+    state = trained()
+    state["tied"] = {"part": state["model"][0].weight[:20], "loose": torch.randn(600)}
+    before = take(state, live=everything)
+    assert live_paths(before) > live_paths(take(state)) > set()
+    for live in (None, everything, lambda path, tensor: "weight" in path):
+        fresh, again = take(state, live=live), take(state, live=live, previous=before)
+        assert again.layout is before.layout
+        assert live_paths(again) == live_paths(fresh)
+        assert {e: source.still for e, source in again.sources.items()} == {
+            e: source.still for e, source in fresh.sources.items()
+        }
+        before = again
+
+
+def test_tensors_alike_are_thought_about_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first save of very many small tensors is mostly the work that is done for each."""
+    counts: dict[str, int] = {}
+
+    def counted(where: Any, name: str) -> None:
+        real = getattr(where, name)
+
+        def count(*args: Any, **options: Any) -> Any:
+            counts[name] = counts.get(name, 0) + 1
+            return real(*args, **options)
+
+        monkeypatch.setattr(where, name, count)
+
+    counted(spans, "form")
+    counted(spans, "cut")
+    counted(tree, "MappingNode")
+    counted(tree, "encode_key")
+    moments: dict[Any, Any] = {
+        i: {"step": torch.tensor(1.0), "exp_avg": torch.randn(7), "exp_avg_sq": torch.randn(7)}
+        for i in range(500)
+    }
+    state = {"state": moments}
+    expected = {"form": 2, "MappingNode": 4, "encode_key": 2 + 500 + 3}
+    first = take(state)
+    assert counts == expected
+    for entry in moments.values():
+        entry["step"] += 1
+    second = take(state, previous=first)
+    assert second.layout is first.layout
+    assert counts == expected
+    assert second.inline != first.inline
+    entry = moments[499]
+    moments[499] = {"exp_avg": entry["exp_avg"], "step": entry["step"], "exp_avg_sq": torch.ones(7)}
+    third = take(state, previous=second)
+    assert third.layout.paths != second.layout.paths
+
+
+def test_what_was_made_of_many_tensors_wakes_no_collector() -> None:
+    """Objects that the garbage collector tracks are visited again and again while many are made."""
+    state = {"t": {f"layer.{i}.weight": torch.randn(3) for i in range(2000)}}
+    take(state)  # PyTorch keeps an object for each storage that was asked for
+    gc.collect()
+    before = len(gc.get_objects())
+    taken = take(state)
+    gc.collect()
+    assert len(gc.get_objects()) - before < 500
+    taken.release()

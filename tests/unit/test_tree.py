@@ -16,6 +16,7 @@ import pytest
 import torch
 from captured import bits, rebuild, roundtrip, same, saved_bytes, take
 from deltackpt_store.errors import CorruptionError, InvalidInputError, MismatchError
+from deltackpt_store.layout_check import check_structure
 from torch import Tensor, nn
 
 from deltackpt import params, tree
@@ -492,3 +493,30 @@ def test_parameters_that_do_not_match_are_refused_by_name() -> None:
     assert params.align(named, ["m/a", "m/b"], ["m/b", "m/a"], [2])["param_groups"] == [
         {"params": [1, 0], "param_names": ["b", "a"]}
     ]
+
+
+@pytest.mark.parametrize("depth", [1, 40, 62, 63, 64])
+@pytest.mark.parametrize("inner", [0, 10, 20, 24, 28, 32, 60])
+def test_what_nests_too_deep_for_a_reader_is_refused(depth: int, inner: int) -> None:
+    """Keys, dtypes and a module's metadata nest beside the containers that hold them."""
+    key: Any = "k"
+    for _ in range(inner):
+        key = (key,)
+    state: Any = {key: torch.zeros(1)}
+    for _ in range(depth - 1):
+        state = {"k": state}
+    node: Any = ["d", [[_key_node(inner), 0]]]
+    for _ in range(depth - 1):
+        node = ["d", [["k", node]]]
+    walker = tree.Walker()
+    try:
+        check_structure(msgspec.msgpack.encode(node), "of the state")
+    except CorruptionError:
+        with pytest.raises(InvalidInputError, match="nest too deeply"):
+            walker.tree(state)
+    else:
+        assert walker.tree(state).structure == msgspec.msgpack.encode(node)
+
+
+def _key_node(inner: int) -> Any:
+    return "k" if inner == 0 else ["t", [_key_node(inner - 1)]]
