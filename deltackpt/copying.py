@@ -165,7 +165,7 @@ def overwritten(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[int]
     found: list[int] = []
     tried: list[tuple[int, torch.Tensor, torch.Tensor]] = []
     first = min(target.data_ptr() for target, _ in pairs)
-    spans = [_reach(target) + target.data_ptr() - first for target, _ in pairs]
+    spans = [reach(target) + target.data_ptr() - first for target, _ in pairs]
     room = torch.zeros(max(spans), dtype=torch.uint8, device="cpu")
     for number, (target, source) in enumerate(pairs):
         whole, size = source, target.element_size()
@@ -185,7 +185,7 @@ def overwritten(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[int]
     return sorted(found + [n for n, place, content in tried if not torch.equal(place, content)])
 
 
-def _reach(tensor: torch.Tensor) -> int:
+def reach(tensor: torch.Tensor) -> int:
     """Bytes from the first to past the last element."""
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     return (1 + sum((n - 1) * s for n, s in steps)) * tensor.element_size()

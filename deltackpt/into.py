@@ -21,8 +21,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .copying import overwritten, writable_layout
+from .fixed_memory import FixedMemory
 from .keys import KeyMap, check_matched, map_key, of_module, unwrapped
-from .nodes import Leaves
+from .nodes import Leaves, has_method
 from .options import entries_of
 from .params import optimizer_names
 from .paths import key_of, segments
@@ -67,11 +68,12 @@ class Plan:
         self._modules: list[ModuleTarget] = []
         self._optimizers: list[OptimizerTarget] = []
         self._objects: list[Target] = []  # every live object, in the order of the state
+        self._fixed = FixedMemory()
         found = _Found()
         for (key, value), path in zip(entries.items(), segments(entries), strict=True):
             found.walk(value, (key,), path)
             if not is_stateful(value):
-                self._plain.append((key, PlainTarget(path, (key,), value)))
+                self._plain.append((key, PlainTarget(path, (key,), value, fixed=self._fixed)))
         root = outline(step)
         self._match_objects(found, root, matcher(only), key_map)
         for key, target in self._plain:
@@ -128,7 +130,9 @@ class Plan:
                 _refuse_part(step, path, node)
             state = flat_state(value, path) if isinstance(value, nn.Module) else None
             if isinstance(value, nn.Module) and state is not None:
-                module = ModuleTarget(path, keys, value, state, strict=self._strict)
+                module = ModuleTarget(
+                    path, keys, value, state, strict=self._strict, fixed=self._fixed
+                )
                 module.match(step, node, key_map, wanted, report)
                 self._modules.append(module)
                 self._objects.append(module)
@@ -347,7 +351,7 @@ class _Found:
         elif items := items_of(value):
             for key, place in places_of(value, path).items():
                 self.walk(items[key], (*keys, key), place)
-        elif callable(getattr(value, "state_dict", None)) and not isinstance(value, type):
+        elif has_method(value, "state_dict"):
             raise InvalidInputError(
                 f"the object at {path!r} has state_dict, but no load_state_dict to restore with",
                 hint="give it one, or leave it out of the state",

@@ -206,6 +206,20 @@ def kind_of(value: Any) -> type[Any]:
     return cast(Any, type)(value)
 
 
+def has_method(value: Any, name: str) -> bool:
+    """Whether `value`, which is no class, has a method of this name.
+
+    Some classes raise for what they do not have (a dict whose items are its attributes: KeyError).
+    Where a class has it and an object of it raises, calling it will tell.
+    """
+    if isinstance(value, type):
+        return False
+    try:
+        return callable(getattr(value, name, None))
+    except Exception:
+        return hasattr(kind_of(value), name)
+
+
 def ask(value: Any, path: str) -> Any:
     """:func:`state_of`; `StateError` (kind "state-failed") when the object raises."""
     try:

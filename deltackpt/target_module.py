@@ -18,7 +18,15 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivateUsage]
 from torch.nn.modules.instancenorm import _InstanceNorm  # pyright: ignore[reportPrivateUsage]
 
-from .copying import copy_bits, copy_values, exchange_bits, repeats_like, writable_layout
+from .copying import (
+    copy_bits,
+    copy_values,
+    exchange_bits,
+    repeats_like,
+    same_bits,
+    writable_layout,
+)
+from .fixed_memory import FIXED, OTHER_VALUES, FixedMemory
 from .keys import KeyMap, of_module, pair_keys, renaming_hint, wrapping_hint
 from .nodes import ask, kind_of, state_of
 from .paths import segments
@@ -49,7 +57,8 @@ class ModuleTarget:
     """One module; `state` is its :func:`flat_state`.
 
     `strict`: buffers of another shape are left to code of their module, which must take all that it
-    gives; else they do not fit, and it may take what it likes.
+    gives; else they do not fit, and it may take what it likes. What lies in `fixed` memory is
+    compared, and not written.
     """
 
     def __init__(
@@ -60,6 +69,7 @@ class ModuleTarget:
         state: dict[str, Any],
         *,
         strict: bool,
+        fixed: FixedMemory,
     ) -> None:
         self.path = path
         self.keys = keys
@@ -83,6 +93,8 @@ class ModuleTarget:
         self._reshaped: list[tuple[str, str]] = []  # entries of another shape than is here
         self._odd: list[tuple[str, str]] = []
         self._expanded: list[tuple[str, str]] = []
+        self._fixed_memory = fixed
+        self._fixed: list[tuple[str, str]] = []  # entries that cannot be written
         self._undo: list[Callable[[], None]] = []
 
     # looking -------------------------------------------------------------------------------
@@ -151,6 +163,9 @@ class ModuleTarget:
             report.mismatched.append(difference)
             del self._pairs[source]
             return
+        if self._fixed_memory.holds(tensor):
+            self._fixed.append((source, target))
+            return
         if not writable_layout(tensor):
             self._expanded.append((source, target))
         if target in self._own:
@@ -189,6 +204,11 @@ class ModuleTarget:
                 place = f"{self.path}/{target}"
                 report.differs(place, "all elements", "an expanded tensor, which has fewer")
                 del self._pairs[source]
+
+        for source, target in self._fixed:
+            if not same_bits(self._tensors[target], state[source]):
+                report.differs(f"{self.path}/{target}", OTHER_VALUES, FIXED)
+            self._pairs.pop(source, None)  # nothing is to be written
 
     # doing ---------------------------------------------------------------------------------
 
@@ -260,7 +280,7 @@ class ModuleTarget:
         )
         attributes = Attributes(self._module.modules())
         self._undo.append(lambda: take_back(attributes, extra, self._extra, self._reload))
-        for key in self._own:
+        for key in self._own.difference(target for _, target in self._fixed):
             tensor = self._tensors[key]
             if not nn.parameter.is_lazy(tensor):
                 old = tensor.detach().clone()

@@ -29,7 +29,7 @@ class ObjectTarget:
         self.path = path
         self.keys = keys
         self._object = value
-        self.trusted = str(getattr(value.load_state_dict, "__module__", "")).startswith("torch.")
+        self.trusted = _home(value).startswith("torch.")
         self._slots: list[int] = []
         self._wanted = False
         self._before: tuple[Attributes, Any] | None = None
@@ -93,6 +93,14 @@ class ObjectTarget:
             attributes, state = self._before
             self._before = None
             take_back(attributes, state, self._present, self._object.load_state_dict)
+
+
+def _home(value: Any) -> str:
+    """The module that defines its ``load_state_dict``; "" where that cannot be had."""
+    try:
+        return str(getattr(value.load_state_dict, "__module__", ""))
+    except Exception:  # of a property: applying it will tell
+        return ""
 
 
 def _placed(saved: Any, present: Any) -> Any:

@@ -22,7 +22,8 @@ import numpy as np
 import torch
 from deltackpt_store.values_decode import FACTORIES
 
-from .copying import copy_bits, copy_values, repeats_like, writable_layout
+from .copying import copy_bits, copy_values, repeats_like, same_bits, writable_layout
+from .fixed_memory import FIXED, OTHER_VALUES, FixedMemory
 from .nodes import MAPPINGS, kind_of
 from .paths import segments
 from .reading import Step
@@ -89,7 +90,7 @@ class PlainTarget:
     keeps = True
     trusted = True
 
-    def __init__(self, path: str, keys: tuple[Any, ...], value: Any) -> None:
+    def __init__(self, path: str, keys: tuple[Any, ...], value: Any, *, fixed: FixedMemory) -> None:
         self.path = path
         self.keys = keys
         self.result: Any = value
@@ -102,6 +103,8 @@ class PlainTarget:
         self._written: set[str] = set()  # tensors that are written in place
         self._sparse: set[str] = set()  # sparse tensors that are written in place
         self._left: set[str] = set()  # tensors that stay as they are
+        self._fixed_memory = fixed
+        self._fixed: set[str] = set()  # tensors that cannot be written, and have to be equal
         self._expanded: list[tuple[str, torch.Tensor]] = []
         self._tensors = 0  # in the target
         self._met = 0  # of them, those for which the checkpoint has something
@@ -167,6 +170,10 @@ class PlainTarget:
                 report.differs(path, kind, "a tensor")
                 self._left.add(path)
         elif (difference := compare(path, view, tensor)) is None:
+            if self._fixed_memory.holds(tensor):
+                self._fixed.add(path)
+                self._take(step, node, report)
+                return
             self._goals[view.slot] = tensor
             self._goal_paths[view.slot] = path
             if writable_layout(tensor):
@@ -248,6 +255,10 @@ class PlainTarget:
         if path in self._written:
             if saved is not value:  # else it was streamed into it already
                 self._actions.append(lambda: copy_bits(value, saved))
+            return value
+        if path in self._fixed:
+            if not same_bits(value, saved):
+                report.differs(path, OTHER_VALUES, FIXED)
             return value
         if path in self._sparse:
             if is_a(saved, torch.Tensor) and spelled_in_full(saved) == spelled_in_full(value):

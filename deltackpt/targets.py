@@ -12,6 +12,7 @@ import torch
 from deltackpt_store.errors import InvalidInputError, MismatchError
 from deltackpt_store.manifest import TensorView
 
+from .nodes import has_method
 from .reading import Step, shown
 from .tensors import refuse_unsupported
 from .values import dtype_name
@@ -79,7 +80,7 @@ def is_a(value: Any, *kinds: type) -> bool:
 
 def is_stateful(value: object) -> bool:
     """Whether `value` is a live object that takes a state_dict."""
-    return callable(getattr(value, "load_state_dict", None)) and not isinstance(value, type)
+    return has_method(value, "load_state_dict")
 
 
 # differences ------------------------------------------------------------------------------------

@@ -73,6 +73,7 @@ from .nodes import (
     ask,
     collect_items,
     extra_of,
+    has_method,
     is_object,
     kind_of,
     sparse_facts,
@@ -202,7 +203,7 @@ class Walker:
             return self._array(value, path)
         if kind in MAPPINGS or kind in SEQUENCES or is_namedtuple(kind):
             return self._guarded(value, path, depth, origin, self._container)
-        if callable(getattr(value, "state_dict", None)) and not isinstance(value, type):
+        if has_method(value, "state_dict"):
             return self._guarded(value, path, depth, origin, self._stateful)
         if isinstance(value, torch.Generator):
             raise refuse(path, "is a torch.Generator", keeper_hint("generator.get_state()"))

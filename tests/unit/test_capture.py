@@ -726,6 +726,34 @@ def test_an_object_that_gives_no_state_is_named() -> None:
         assert isinstance(caught.value.__cause__, RuntimeError)
 
 
+class Attributes(dict[str, Any]):
+    """Whose items are its attributes, without an AttributeError for those that it lacks."""
+
+    __getattr__ = dict.__getitem__
+
+
+class Broken:
+    @property
+    def state_dict(self) -> Any:
+        raise RuntimeError("not ready")
+
+    @property
+    def load_state_dict(self) -> Any:
+        raise RuntimeError("not ready")
+
+
+def test_what_raises_for_an_attribute_is_named() -> None:
+    """Prevents: `KeyError: 'state_dict'`, which tells neither where nor what to do."""
+    # case 32
+    settings = Attributes(lr=0.1)
+    for state, path in (({"a": [settings]}, "a/0"), ({"a": {"b": [settings, 1]}}, "a/b/0")):
+        with pytest.raises(InvalidInputError, match=r"subclass of dict.*save dict") as caught:
+            take(state)
+        assert caught.value.context["path"] == path
+    with pytest.raises(StateError, match="'a' gives no state_dict: RuntimeError: not ready"):
+        take({"a": Broken()})
+
+
 @pytest.mark.parametrize(
     ("limit", "state"),
     [("MAX_LEAVES", {i: i for i in range(60)}), ("MAX_STRUCTURE_BYTES", {"k" * 60: 1, "l": 2})],

@@ -673,6 +673,26 @@ def test_an_object_that_cannot_be_restored_is_refused(keeper: Keeper) -> None:
         back(keeper, {"x": Half()})
 
 
+def test_objects_that_raise_for_an_attribute(keeper: Keeper) -> None:
+    """Prevents: `KeyError: 'load_state_dict'` of a dict whose items are its attributes."""
+
+    class Attributes(dict[str, Any]):
+        __getattr__ = dict.__getitem__
+
+    class Broken:
+        @property
+        def load_state_dict(self) -> Any:
+            raise RuntimeError("not ready")
+
+    keeper.save({"x": {"lr": 0.1, "t": torch.ones(3)}}, 1)
+    settings = Attributes(lr=0.2, t=torch.zeros(3))
+    back(keeper, {"x": settings})
+    assert settings.lr == 0.1
+    assert settings.t.tolist() == [1, 1, 1]
+    with pytest.raises(StateError, match="not ready"):
+        back(keeper, {"x": Broken()})
+
+
 def test_live_objects_inside_containers(keeper: Keeper) -> None:
     def make(seed: int) -> dict[str, Any]:
         (m1, o1), (m2, o2) = pair(seed), pair(seed + 1)
