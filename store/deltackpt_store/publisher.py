@@ -10,6 +10,7 @@ import os
 
 from deltackpt_store.errors import StorageError
 from deltackpt_store.lineage import Lineage
+from deltackpt_store.lost_commits import read_boundary
 from deltackpt_store.manifest import Commit, Layout, Snapshot
 from deltackpt_store.manifest_io import to_base, to_delta
 from deltackpt_store.names import highest_number
@@ -103,10 +104,11 @@ class Publisher:
         return commit, base is None
 
     def _highest_number(self) -> int:
-        """The largest commit number that was ever taken in this run and still shows, or 0."""
+        """The largest commit number that was ever taken in this run and still shows, or 0. Where
+        all of the run was collected, the boundary shows it."""
         directory = os.path.join(self._store.path, "runs", self._run)
         try:
             names = self._store.io.list(directory)
         except OSError as error:
             raise storage_error(error, "list", directory) from error
-        return highest_number(names)
+        return max(highest_number(names), read_boundary(self._store).get(self._run, 0))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
@@ -32,7 +32,9 @@ from deltackpt_store.manifest import Commit
 from deltackpt_store.names import RETIRED_SUFFIX, number_name
 from deltackpt_store.oserror import storage_error, sync_directory
 from deltackpt_store.pack_set import PackSet
+from deltackpt_store.pins import Pins
 from deltackpt_store.reserve import with_reserve
+from deltackpt_store.roots import Retired, Roots
 from deltackpt_store.store import Store
 
 Best = tuple[str, Literal["min", "max"]]
@@ -152,7 +154,7 @@ class Retention:
         return plan.retired
 
 
-def retire(store: Store, commits: Iterable[Commit]) -> None:
+def retire(store: Store, commits: Iterable[Commit | Retired]) -> None:
     """Take commits off their runs' lists, durably (StorageError). Idempotent.
 
     The caller sees to it that none of them is needed; `apply` does. UnsupportedFormatError when
@@ -191,7 +193,7 @@ def _plan(
     """`commits` are all of the run that are not retired, ascending; `newest` must stay."""
     lineage = [c for c in commits if c is newest or _continues(newest, c)]
     reasons = _reasons(keep, lineage)
-    pinned = {(pin.run, pin.number) for pin in _pins(store)}
+    pinned = {(pin.run, pin.number) for pin in check_pins(store).values()}
     try:
         held = {(run, number) for run, number in held_commits(store.io, store.path)}
     except OSError as error:
@@ -264,12 +266,12 @@ def _continues(newest: Commit, commit: Commit) -> bool:
     return any(first <= commit.number <= last for first, last in newest.ancestors)
 
 
-def _pins(store: Store) -> Collection[Any]:
+def check_pins(store: Store) -> Pins:
     """All pins. A pin that cannot be read might be of any commit: CorruptionError."""
     pins = store.pins()
     for damaged in pins.damaged:
         raise damaged.error
-    return pins.values()
+    return pins
 
 
 def _newest_restorable(store: Store, commits: Commits, run: str) -> Commit:
@@ -298,7 +300,6 @@ def _check_whole(store: Store, commit: Commit) -> None:
     Looks into the packs that it names; into all only when something lies elsewhere.
     """
     from deltackpt_store.mark import mark
-    from deltackpt_store.roots import Roots
 
     snapshot = store.snapshot(commit)
     needed = NeededChunks()

@@ -137,8 +137,7 @@ class Standing:
             raise ConflictError(
                 f"commit {commit.number} of run {commit.run!r} was made and collected before",
                 kind="commit-taken", run=commit.run, number=commit.number, step=commit.step,
-                hint="let one writer at a time save to a run, or give this one its own run; the"
-                " name of a run whose folder was deleted may be taken for good",
+                hint="let one writer at a time save to a run, or give this one its own run",
             )  # fmt: skip
         if not self.strict and (leased or (self._lease is None and number == self.seen)):
             return

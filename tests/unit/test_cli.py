@@ -391,6 +391,8 @@ SCHEMAS: dict[str, dict[str, Any]] = {
         "kept": [{"step": int, "number": int, "reasons": list}],
         "retired": [{"step": int, "number": int}],
     },
+    "delete": {"format": str, "store": str, "run": str, "dry_run": bool,
+               "retired": [{"step": OPTIONAL_INT, "number": int}]},
     "gc": {
         "format": str, "store": str, "dry_run": bool, "generation": int, "packs": list,
         "manifests": list, "commits": [{"run": str, "number": int}], "leftovers": list,
@@ -460,6 +462,7 @@ def arguments(command: str, store: Fixture, tmp_path: Path) -> list[str | Path]:
         "advise": ["main", "--mtbf", "6h"], "watch": ["--once"], "du": ["--depth", "1"],
         "report": ["-o", str(tmp_path / "report.html")],
         "pin": ["first", "main@10"], "unpin": ["best"], "retain": ["main", "--last", "1"],
+        "delete": ["fork"],
     }  # fmt: skip
     return [command, store.path, *more.get(command, [])]
 
@@ -852,7 +855,8 @@ def test_read_commands_touch_nothing(store: Fixture, tmp_path: Path) -> None:
         for extra in ([], ["--json"]):
             wanted = arguments(command, store, tmp_path)
             wanted[1] = tmp_path / "copy"
-            wanted += ["--dry-run"] if command in ("retain", "gc", "repair", "compact") else []
+            plans = ("retain", "delete", "gc", "repair", "compact")
+            wanted += ["--dry-run"] if command in plans else []
             assert run(*wanted, *extra).exit_code == 0
     assert run("verify", tmp_path / "copy", "--level", "restore").exit_code == 0
     assert listing(tmp_path / "copy") == before

@@ -21,6 +21,7 @@ ARGUMENTS = {
     "export": ["STORE", "main@2", "PLACE/out.safetensors"],
     "pin": ["STORE", "again", "main@1"], "unpin": ["STORE", "best"],
     "retain": ["STORE", "main", "--last", "1"], "compact": ["STORE"],
+    "delete": ["STORE", "other"],
 }  # fmt: skip
 
 # One interpreter for all: each command in a child that has lost one stream, as Python sees it
@@ -55,6 +56,7 @@ def small(tmp_path: Path) -> Path:
     store = SmallStore(tmp_path / "store")
     stats = {"stall_seconds": 0.02, "staged_seconds": 0.05, "writer_seconds": 0.2,
              "encode_seconds": 0.1, "flush_seconds": 0.1}  # fmt: skip
+    store.save("other", 1, {"w": pattern(50)})
     first = store.save("main", 1, {"w": pattern(5000)}, stats=stats)
     second = store.save("main", 2, {"w": pattern(5000, 1)}, parent=first, stats=stats)
     store.save("main", 3, {"w": pattern(5000, 2)}, parent=second, stats=stats)

@@ -176,6 +176,7 @@ def test_a_store_that_may_not_be_read_is_no_wrong_usage(
         "pin": ["best", "main"],
         "report": ["-o", f"{tmp_path}/r.html"],
         "retain": ["main", "--last", "1"],
+        "delete": ["main"],
         "unpin": ["best"],
         "watch": ["--once"],
     }

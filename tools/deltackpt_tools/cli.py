@@ -35,6 +35,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "pin": ("deltackpt_tools.command_pin", "Give a step a name, under which it stays."),
     "unpin": ("deltackpt_tools.command_unpin", "Forget a pin."),
     "retain": ("deltackpt_tools.command_retain", "Take steps off the list of a run by rules."),
+    "delete": ("deltackpt_tools.command_delete", "Take all steps of a run off its list."),
     "compact": ("deltackpt_tools.command_compact", "Give runs a new base; rewrite thin packs."),
     "gc": ("deltackpt_tools.command_gc", "Delete what no step, pin or reader needs."),
 }
@@ -202,7 +203,8 @@ def _version(context: click.Context, _: click.Parameter, wanted: bool) -> None:
 def cli() -> None:
     """Look into a deltackpt store, check it, bring a step out of it, and keep it small.
 
-    Only repair, pin, unpin, retain, compact and gc change the store; no command needs torch.
+    Only repair, pin, unpin, retain, delete, compact and gc change the store; no command needs
+    torch.
     """
 
 
