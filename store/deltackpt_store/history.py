@@ -106,6 +106,10 @@ class History(PinFiles):
 
     def numbers(self, run: str) -> list[int]:
         """Numbers of the commits of `run` that are not retired, ascending."""
+        return listed_numbers(self.files(run))
+
+    def files(self, run: str) -> list[str]:
+        """Names of what lies in the folder of `run`: commits, and markers of the retired ones."""
         check_name(run, "run")
         names = self._list(f"runs/{run}")
         if names is None:
@@ -117,7 +121,7 @@ class History(PinFiles):
                 path=self.path,
                 run=run,
             )
-        return listed_numbers(names)
+        return names
 
     def read_commit(self, run: str, number: int) -> Commit:
         """One commit, checked; NotFoundError, CorruptionError or StorageError when it is not."""

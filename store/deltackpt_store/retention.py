@@ -29,7 +29,7 @@ from deltackpt_store.impact import NeededChunks
 from deltackpt_store.leases import held_commits
 from deltackpt_store.lost_chunks import lost_chunks
 from deltackpt_store.manifest import Commit
-from deltackpt_store.names import RETIRED_SUFFIX, number_name
+from deltackpt_store.names import RETIRED_SUFFIX, listed_numbers, number_name
 from deltackpt_store.oserror import storage_error, sync_directory
 from deltackpt_store.pack_set import PackSet
 from deltackpt_store.pins import Pins
@@ -121,14 +121,26 @@ def apply(store: Store, run: str, keep: object, *, dry_run: bool = False) -> Ret
     return plan
 
 
+_FILES_A_SAVE = 64
+"""A save goes without a listing of the run's folder for so many files that the last one found."""
+_FILES_A_COMMIT = 16
+"""Commits are asked after one by one when there are so many times as many files."""
+
+
 class Retention:
-    """The rules of one session, applied after each of its commits. Used by one thread."""
+    """The rules of one session, applied after each of its commits. Used by one thread.
+
+    To list the run's folder takes time for every step that was ever retired and has not been
+    collected. So a long listing is made rarely, and in between the commits that it found are asked
+    after: others may have taken them off the list. What others put back on it is seen later.
+    """
 
     def __init__(self, store: Store, run: str, keep: Keep) -> None:
         self._store = store
         self._run = run
         self._keep = keep
         self._known: dict[int, Commit] = {}
+        self._unlisted = 0  # so many saves go without a listing
 
     def apply(self, newest: Commit) -> list[Commit]:
         """`newest`, of this run, has just become durable: take off what need not stay.
@@ -138,7 +150,7 @@ class Retention:
         if self._keep.everything:
             return []
         store, run = self._store, self._run
-        numbers = [n for n in store.numbers(run) if n <= newest.number]
+        numbers = [n for n in self._numbers() if n <= newest.number]
         known: dict[int, Commit] = {newest.number: newest}
         for number in numbers:
             with contextlib.suppress(NotFoundError, CorruptionError, UnsupportedFormatError):
@@ -152,6 +164,24 @@ class Retention:
         for commit in plan.retired:
             del self._known[commit.number]
         return plan.retired
+
+    def _numbers(self) -> list[int]:
+        """Numbers of the commits that are not retired, ascending; the newest one may be missing."""
+        if self._unlisted:
+            self._unlisted -= 1
+            return [number for number in self._known if self._is_listed(number)]
+        files = self._store.files(self._run)
+        numbers = listed_numbers(files)
+        if len(files) >= _FILES_A_COMMIT * len(numbers):
+            self._unlisted = len(files) // _FILES_A_SAVE
+        return numbers
+
+    def _is_listed(self, number: int) -> bool:
+        io, path = self._store.io, f"{self._store.path}/runs/{self._run}/{number_name(number)}"
+        try:
+            return io.exists(path) and not io.exists(path + RETIRED_SUFFIX)
+        except OSError as error:
+            raise storage_error(error, "look for the commit", path) from error
 
 
 def retire(store: Store, commits: Iterable[Commit | Retired]) -> None:

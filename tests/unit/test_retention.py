@@ -18,6 +18,7 @@ from deltackpt_store.gc import collect
 from deltackpt_store.leases import hold
 from deltackpt_store.manifest import Commit
 from deltackpt_store.mark import mark
+from deltackpt_store.names import RETIRED_SUFFIX, number_name
 from deltackpt_store.protocol import Retired
 from deltackpt_store.retention import Keep, apply, keep_of, retire
 from deltackpt_store.roots import read_roots
@@ -334,6 +335,46 @@ def test_the_writer_reads_each_record_once(store: Store) -> None:
     opened.clear()
     session.save(10, ["same", "10"])
     assert not [path for path in opened if "/runs/" in path]
+    session.close()
+
+
+def retired_long_ago(store: Store, count: int) -> None:
+    """As many steps, which nobody has collected yet."""
+    run = Path(store.path, "runs", "main")
+    run.mkdir()
+    for number in range(1, count + 1):
+        (run / number_name(number)).touch()
+        (run / f"{number_name(number)}{RETIRED_SUFFIX}").touch()
+
+
+def test_steps_retired_long_ago_are_not_listed_at_every_save(store: Store) -> None:
+    """A training that nobody collects after must not save ever slower."""
+    listed: list[str] = []
+
+    class Counting(FileIO):
+        def list(self, path: str) -> list[str]:
+            listed.append(path)
+            return super().list(path)
+
+    retired_long_ago(store, 1000)
+    session = Session(store, "main", Counting(), keep=Keep(last=2))
+    listed.clear()
+    for step in range(60):
+        session.save(step, ["same", str(step)])
+    assert left(store) == [58, 59]
+    assert sum(path.endswith("/runs/main") for path in listed) == 2
+    session.close()
+
+
+def test_a_step_that_somebody_else_retires_is_noticed_without_a_listing(store: Store) -> None:
+    """One that is off the list already must not stay in place of one that is on it."""
+    retired_long_ago(store, 1000)
+    session = Session(store, "main", FileIO(), keep=Keep(last=3))
+    for step in range(1, 6):
+        session.save(step, ["same", str(step)])
+    retire(store, [commit for commit in store.commits("main") if commit.step == 4])
+    session.save(6, ["same", "6"])
+    assert left(store) == [3, 5, 6]
     session.close()
 
 
