@@ -119,8 +119,9 @@ class Keep:
 
     `last`: the newest so many. `every`: steps that are multiples of it. `best`: the name of a
     metric, or (name, "min" | "max"), whose best step stays ("min" when not said); a step without it
-    is never the best, and a warning tells when no step has it. `within`:
-    steps of the last so many seconds of training. ``Keep()`` without a rule keeps everything.
+    is never the best, and a warning tells when no step has it. `within`: steps of the last so many
+    seconds of training, and of pauses between sessions (by the wall clock: one that was set ahead
+    meanwhile looks like a long pause). ``Keep()`` without a rule keeps everything.
     The newest step is never removed, whatever the rules say, and neither is a pinned one.
     `InvalidInputError` names the rule that cannot be used.
     """

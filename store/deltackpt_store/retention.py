@@ -39,13 +39,17 @@ from deltackpt_store.store import Store
 
 Best = tuple[str, Literal["min", "max"]]
 
+SESSION_SECONDS = "session_seconds"
+"""Figure of a commit: seconds since its session began, by a clock that nobody sets."""
+
 
 class Keep(msgspec.Struct, frozen=True, kw_only=True):
     """Which steps stay; a step stays when any rule keeps it. Without a rule all do.
 
     `last`: the newest so many. `every`: steps that are multiples of it. `best`: a metric and
     whether its smallest or largest value is best; of equal ones the newest. `within`: seconds of
-    training before the newest step. InvalidInputError for a value that could keep nothing.
+    training before the newest step; between two sessions those of the wall clock, so that one that
+    was set ahead looks like a long pause. InvalidInputError for a value that could keep nothing.
     """
 
     last: int | None = None
@@ -275,21 +279,28 @@ def _best(lineage: Sequence[Commit], metric: str, mode: str) -> list[Commit]:
 
 
 def _within(lineage: Sequence[Commit], seconds: float) -> list[Commit]:
-    """Commits at most so long before the newest one.
-
-    Times were taken from the clocks of several machines, perhaps: where they go back between two
-    commits, no time has passed.
-    """
+    """Commits at most so long before the newest one."""
     found: list[Commit] = []
     age, later = 0.0, None
     for commit in reversed(lineage):
         if later is not None:
-            age += max(0.0, later.created - commit.created)
+            age += _seconds_between(commit, later)
         if not age <= seconds:
             break
         found.append(commit)
         later = commit
     return found
+
+
+def _seconds_between(commit: Commit, later: Commit) -> float:
+    """Within one session by its own clock, which nobody sets.
+
+    Else by clocks of several machines, perhaps: where they go back, no time has passed.
+    """
+    times = [one.stats.get(SESSION_SECONDS) for one in (commit, later)]
+    if commit.writer == later.writer and times[0] is not None and times[1] is not None:
+        return max(0.0, times[1] - times[0])
+    return max(0.0, later.created - commit.created)
 
 
 def _continues(newest: Commit, commit: Commit) -> bool:

@@ -38,7 +38,7 @@ from deltackpt_store.manifest import Commit, Layout, Snapshot
 from deltackpt_store.pending_save import PendingSave
 from deltackpt_store.protocol import Begin, Committed, Finish, Hello, Slot, ToTrainer, ToWriter
 from deltackpt_store.publisher import Publisher
-from deltackpt_store.retention import Retention
+from deltackpt_store.retention import SESSION_SECONDS, Retention
 from deltackpt_store.ring import Ring
 from deltackpt_store.runlock import RunLock
 from deltackpt_store.small_parts import SmallParts
@@ -114,6 +114,7 @@ class RunWriter:
         self._dirty: set[int] = set()  # saves with blobs that no flush has made durable
         self._starving = False
         self._behind = False  # since the last commit
+        self._opened = time.monotonic()
         self._complaint = ""
         self._hurried = (0, 0)  # chunks and bytes encoded in a hurry before the last commit
 
@@ -442,6 +443,7 @@ class RunWriter:
             stats = {**save.stats(message), **self._coding_stats()}
             small = self._small.next(save.table.layout, message.objects, message.inline)
             stats["small_changed_bytes"] = float(small)
+            stats[SESSION_SECONDS] = time.monotonic() - self._opened
             commit, base = self._publisher.publish(save, message, stats)
         except Exception as error:
             self._small = SmallParts()

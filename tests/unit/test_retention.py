@@ -107,6 +107,25 @@ def test_a_clock_that_jumps_keeps_more_and_never_less(
     assert taken(store, Keep(within=1.2 * HOUR)) == [0]
 
 
+# case 129
+def test_a_clock_that_is_set_ahead_in_a_session_ages_nothing(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Years are not what lay between two steps; `retain` knows that later, too."""
+    session = Session(store, "main", FileIO(), keep=Keep(within=HOUR))
+    for step, hour in enumerate([0, 0.1, 50_000, 50_000.1]):
+        monkeypatch.setattr(time, "time", lambda hour=hour: 1e9 + hour * HOUR)
+        assert session.save(step, ["same", f"step {step}"]) is not None
+    session.close()
+    assert left(store) == [0, 1, 2, 3]
+    assert taken(store, Keep(within=HOUR)) == []
+    again = Session(store, "main", FileIO(), name="again")
+    monkeypatch.setattr(time, "time", lambda: 1e9 + 50_010 * HOUR)
+    assert again.save(4, ["same", "step 4"]) is not None
+    again.close()
+    assert taken(store, Keep(within=HOUR)) == [0, 1, 2, 3]  # a pause, for all that anybody knows
+
+
 def test_no_rule_keeps_everything(store: Store, author: Author) -> None:
     saved(author, range(3))
     assert taken(store, Keep()) == []
