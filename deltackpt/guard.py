@@ -27,7 +27,7 @@ _STEP = "Optimizer.profile_hook_step.<locals>.wrapper"
 class Guard:
     """Has every optimizer of the process wait before it steps, until :meth:`remove`.
 
-    A global hook, because an optimizer outside of the saved state may own parameters inside of it.
+    Every one, because an optimizer outside of the saved state may own parameters inside of it.
     Holds no reference to the checkpointer. Does nothing in a forked child.
     """
 
@@ -39,7 +39,8 @@ class Guard:
         self.replayed = False
         """An optimizer's step has been captured in a CUDA graph. Replays of it do not come here."""
         self._threads: set[int] = set()  # those that have stepped an optimizer
-        self._handle = register_optimizer_step_pre_hook(self._hook)
+        self.removed = False
+        _in_force.change(self)
 
     def lock(self) -> None:
         """Wait until no live tensor is being read; for any thread, never raises for a save."""
@@ -67,7 +68,8 @@ class Guard:
             )
 
     def remove(self) -> None:
-        self._handle.remove()
+        self.removed = True
+        _in_force.change()
 
     def let_go(self) -> None:
         """A checkpointer was dropped without close: what is in flight still becomes durable."""
@@ -75,7 +77,8 @@ class Guard:
             self.remove()
             self._pipeline.abandon()
 
-    def _hook(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def before_step(self) -> None:
+        """This thread is about to step an optimizer."""
         if not self.replayed and is_capturing():
             self.replayed = True
             _log.warning(
@@ -85,11 +88,46 @@ class Guard:
         self._threads.add(threading.get_ident())
         self.lock()
 
-    # As torch.compiler.disable, which would import the compiler: a compiled step calls these as
-    # they are, before its graph, and does not look inside.
-    for _method in (lock, _hook):
-        _method.__dict__["_torchdynamo_disable"] = True
-    del _method
+
+class _InForce:
+    """The guards that are not removed, and the one hook by which all of them learn of a step.
+
+    PyTorch goes through its hooks in every thread that steps an optimizer, which fails there when
+    one is added or taken away meanwhile, and hooks may wait for long. So this one stays for good.
+    """
+
+    def __init__(self) -> None:
+        self._guards: tuple[Guard, ...] = ()  # never changed, only replaced
+        self._hooked = False
+        self.renew_lock()
+
+    def renew_lock(self) -> None:
+        """In a forked child, where the thread that holds it may not exist."""
+        self._lock = threading.RLock()  # a finalizer may come in the midst of a change
+
+    def change(self, *new: Guard) -> None:
+        """Take `new` ones up and leave out those that have been removed. For any thread."""
+        with self._lock:
+            if new and not self._hooked:
+                self._hooked = True
+                register_optimizer_step_pre_hook(self.before_step)
+            guards = tuple(guard for guard in (*self._guards, *new) if not guard.removed)
+            self._guards = guards
+
+    def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        for guard in self._guards:
+            if not guard.removed:
+                guard.before_step()
+
+
+_in_force = _InForce()
+os.register_at_fork(after_in_child=_in_force.renew_lock)
+
+# As torch.compiler.disable, which would import the compiler: a compiled step calls these as they
+# are, before its graph, and does not look inside.
+for _function in (Guard.lock, _InForce.before_step):
+    _function.__dict__["_torchdynamo_disable"] = True
+del _function
 
 
 def has_optimizer(state: Any) -> bool:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from saving import Opener
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from deltackpt.errors import StateError
 
@@ -101,3 +102,39 @@ def test_steps_of_optimizers_outside_of_the_state_do_not_matter(
     ckpt.save(0).result(WAIT)
     halting.go_on.set()
     thread.join(WAIT)
+
+
+def test_checkpointers_may_come_and_go_while_optimizers_step(opened: Opener) -> None:
+    """Prevents: `RuntimeError: OrderedDict mutated during iteration` out of a step whose thread
+    waits for a save while another thread makes or closes a checkpointer."""
+    module = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    module(torch.ones(4)).sum().backward()
+    opened({"optimizer": optimizer}, run="first")
+    others: list[Any] = []
+
+    def meanwhile(*step: Any) -> None:
+        if others:
+            others.pop().close()
+        else:
+            others.append(opened({"a": 1}, run="second"))
+
+    handle = register_optimizer_step_pre_hook(meanwhile)
+    try:
+        for _ in range(2):
+            optimizer.step()
+    finally:
+        handle.remove()
+    assert not others
+
+
+def test_a_closed_checkpointer_holds_up_no_step(opened: Opener, halting: Halting) -> None:
+    ckpt = opened({"optimizer": halting})
+    guard = ckpt._guard
+    halting.go_on.set()
+    halting.step()
+    assert guard.seen
+    ckpt.close()
+    guard.seen = False
+    halting.step()
+    assert not guard.seen
