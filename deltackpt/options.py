@@ -153,6 +153,13 @@ def _named(metrics: Any) -> Iterator[tuple[str, Any]]:
     for name, value in entries_of(cast("Mapping[Any, Any]", metrics), "metrics").items():
         if not isinstance(name, str):
             raise InvalidInputError(f"metrics: the name {name!r} is no str", option="metrics")
+        try:
+            name.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidInputError(
+                f"metrics: the name {name!r} is not valid Unicode", option="metrics",
+                hint="give it another name",
+            ) from error  # fmt: skip
         yield name, value
 
 

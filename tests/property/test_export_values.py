@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import datetime
 import io
+import json
 import pathlib
 import pickle
 import pickletools
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 from deltackpt_store.errors import CorruptionError
 from deltackpt_store.values import encode
+from deltackpt_tools.output import plain
 from deltackpt_tools.pickle_out import PickleOut
 from deltackpt_tools.pickle_values import ValueEmitter
 from deltackpt_tools.value_text import as_json, render
@@ -100,6 +102,19 @@ def test_torch_reads_the_values_it_can_with_weights_only(value: Any) -> None:
         assert same(load(buffer, encoding="utf-8"), value)
 
 
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("digits", [600, 5000])
+def test_integers_of_more_digits_than_python_writes_are_shown(digits: int, sign: int) -> None:
+    """Prevents: `show --json` that ends with an error of the program."""
+    value = sign * 10**digits
+    document = encode([{"a": value}])
+    assert ("0x" in render(document)) is (digits > 600)
+    (shown,) = json.loads(json.dumps(as_json(document)))
+    found = shown["a"]
+    equal = (int(found, 16) if isinstance(found, str) else found) == value  # not for pytest to show
+    assert equal
+
+
 TAGS = [
     "l", "t", "d", "od", "dd", "ctr", "dq", "set", "fset", "int", "str", "cplx", "ba", "np", "nps",
     "npd", "nt", "enum", "path", "dt", "date", "time", "td", "torch.dtype", "torch.device",
@@ -124,7 +139,7 @@ def test_crafted_documents_are_refused_or_harmless(node: Any) -> None:
     """A store from somebody else must neither crash the tools nor choose what a pickle calls."""
     document = msgspec.msgpack.encode(node)
     assert isinstance(render(document), str)
-    as_json(document)
+    json.dumps(plain(as_json(document)), allow_nan=False)
     try:
         pickled = exported(document)
     except CorruptionError:

@@ -205,6 +205,7 @@ def test_steps_and_metrics_are_plain_numbers() -> None:
     assert all(type(value) is float for value in metrics.values())
     assert check_metrics(None) == {}
     for bad in ({"loss": "low"}, {1: 1.0}, [("loss", 1.0)], {"x": torch.zeros(2)},
-                {"z": torch.tensor(1j)}, {"m": torch.zeros(1, device="meta")}):  # fmt: skip
+                {"z": torch.tensor(1j)}, {"m": torch.zeros(1, device="meta")},
+                {"a\ud800": 1.0}):  # fmt: skip
         with pytest.raises(InvalidInputError, match="metrics"):
             check_metrics(bad)

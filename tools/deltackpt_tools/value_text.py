@@ -18,6 +18,9 @@ _MALFORMED = (ValueError, TypeError, IndexError, AttributeError, KeyError, struc
 
 Node = Any  # a decoded msgpack value: native, or [tag, payload...]
 
+_DECIMAL_BITS = 2048
+"""Of integers that are written with decimal digits; less than any limit of Python allows."""
+
 _OPEN = {"l": ("[", "]"), "t": ("(", ")"), "set": ("{", "}"), "fset": ("frozenset({", "})")}
 _MAPS = {"d": "", "od": "OrderedDict", "ctr": "Counter", "dd": "defaultdict"}
 
@@ -102,8 +105,11 @@ def _other(tag: str, payload: list[Any], depth: int, budget: int) -> str:
     return f"{tag}({', '.join(map(str, payload))})"
 
 
-def _integer(payload: list[Any]) -> int:
-    return int.from_bytes(payload[0], "little", signed=True)
+def _integer(payload: list[Any]) -> int | str:
+    """The number; in hexadecimal, as text, where Python writes it in no other way (by default, from
+    4300 decimal digits on), nor reads it out of JSON."""
+    value = int.from_bytes(payload[0], "little", signed=True)
+    return value if value.bit_length() <= _DECIMAL_BITS else hex(value)
 
 
 _Text = Callable[[str, list[Any], int, int], str]  # (tag, payload, depth, budget)
@@ -131,7 +137,8 @@ _TEXTS: dict[str, _Text] = {
 
 def as_json(document: bytes) -> Any:
     """The value as JSON: lists and tuples as arrays, dicts with str keys as objects, what JSON
-    has no word for as ``{"type": tag, "value": [...]}``; non-finite floats as strings."""
+    has no word for as ``{"type": tag, "value": [...]}``; non-finite floats, and integers of more
+    than 2048 bits (in hexadecimal), as strings."""
     try:
         return _json(parse(document), 0)
     except _MALFORMED as error:
