@@ -504,8 +504,9 @@ def _grouped(
         devices += [device] * len(sizes)
         ordered: list[int] = members.tolist()
         at: list[int] = starts[found.order].tolist()
-        runs: list[tuple[int, int]] = np.column_stack((found.begins, sizes)).tolist()
-        for begin, size in runs:
+        begins: list[int] = found.begins.tolist()
+        counts: list[int] = sizes.tolist()
+        for begin, size in zip(begins, counts, strict=True):
             first, start = ordered[begin], at[begin]
             if size == 1 and forms[first].dense:
                 groups.append(spans.Group((first,), start, start + forms[first].nbytes, None))

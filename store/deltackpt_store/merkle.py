@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import struct
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from blake3 import blake3
 
@@ -44,8 +44,9 @@ def tensor_header(view: TensorView, extent: ExtentSpec) -> bytes:
 class _Plan:
     """The part of a root that depends on the layout only, kept between the steps of a run.
 
-    `kept[slot]` is the content last hashed for a leaf and its digest: the same object has the same
-    digest, provided that it cannot be written to.
+    `entries[slot]` is what the root of the whole has of a leaf before its digest. `kept[slot]` is
+    the content last hashed for a leaf and its digest: equal bytes have the same one, and so has the
+    same array, provided that it cannot be written to.
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -60,11 +61,11 @@ class _Plan:
             for view in views
         ]
         self.extents = [None if view is None else view.extent for view in views]
-        self.paths = [path.encode() for path in layout.paths]
+        self.entries = _entries(map(str.encode, layout.paths), self.extents)
         self.kept: list[tuple[object, bytes]] = [(None, b"")] * count
 
     def digest(self, snapshot: Snapshot, slot: int) -> bytes:
-        """Digest of one leaf, from `kept` when its content is the very object hashed before."""
+        """Digest of one leaf, from `kept` when its content is what was hashed before."""
         extent = self.extents[slot]
         if extent is None:
             content = snapshot.objects[slot]
@@ -73,11 +74,13 @@ class _Plan:
             if content is None:
                 content = snapshot.inline[extent]
         known, digest = self.kept[slot]
-        if known is not content:
-            hasher = blake3(self.headers[slot])
-            data = content if isinstance(content, bytes) else content.reshape(-1).data
-            digest = hasher.update(data).digest()
-            if isinstance(content, bytes) or not content.flags.writeable:
+        if isinstance(content, bytes):
+            if not isinstance(known, bytes) or known != content:
+                digest = blake3(self.headers[slot]).update(content).digest()
+                self.kept[slot] = (content, digest)
+        elif known is not content:
+            digest = blake3(self.headers[slot]).update(content.reshape(-1).data).digest()
+            if not content.flags.writeable:
                 self.kept[slot] = (content, digest)
         return digest
 
@@ -107,20 +110,24 @@ def tensor_digest(snapshot: Snapshot, slot: int) -> bytes:
     return plan.digest(snapshot, slot)
 
 
-def _leaves(snapshot: Snapshot, slots: Sequence[int], skip: int) -> bytes:
-    """One entry per leaf: path, kind, number of its extent in order of first use, digest.
-
-    `skip` bytes are cut from the front of every path.
-    """
-    plan = _plan(snapshot.layout)
+def _entries(paths: Iterable[bytes], extents: Iterable[int | None]) -> list[bytes]:
+    """One per leaf: path, kind, number of its extent in order of first use."""
     numbers: dict[int, int] = {}
-    out = [struct.pack("<Q", len(slots))]
-    for slot in slots:
-        path, extent = plan.paths[slot][skip:], plan.extents[slot]
-        number = 0 if extent is None else numbers.setdefault(extent, len(numbers))
-        out += (_LENGTH.pack(len(path)), path, _LEAF.pack(extent is not None, number))
-        out.append(plan.digest(snapshot, slot))
-    return b"".join(out)
+    return [
+        _LENGTH.pack(len(path))
+        + path
+        + _LEAF.pack(
+            extent is not None, 0 if extent is None else numbers.setdefault(extent, len(numbers))
+        )
+        for path, extent in zip(paths, extents, strict=True)
+    ]
+
+
+def _leaves(snapshot: Snapshot, slots: Sequence[int], entries: Iterable[bytes]) -> bytes:
+    """The entries of leaves, each with the digest after it."""
+    digest = _plan(snapshot.layout).digest
+    parts = [entry + digest(snapshot, slot) for entry, slot in zip(entries, slots, strict=True)]
+    return b"".join((struct.pack("<Q", len(slots)), *parts))
 
 
 def root(snapshot: Snapshot, prefix: str | None = None) -> bytes:
@@ -133,9 +140,13 @@ def root(snapshot: Snapshot, prefix: str | None = None) -> bytes:
     if prefix is None:
         hasher = blake3(_ROOT)
         hasher.update(struct.pack("<Q", len(layout.structure)) + layout.structure)
-        return hasher.update(_leaves(snapshot, range(len(layout.paths)), 0)).digest()
+        entries = _plan(layout).entries
+        return hasher.update(_leaves(snapshot, range(len(entries)), entries)).digest()
     below = prefix + "/"
     slots = [i for i, p in enumerate(layout.paths) if p == prefix or p.startswith(below)]
     if not slots:
         raise KeyError(prefix)
-    return blake3(_SUBTREE).update(_leaves(snapshot, slots, len(prefix.encode()))).digest()
+    paths = (layout.paths[slot][len(prefix) :].encode() for slot in slots)
+    extents = _plan(layout).extents
+    entries = _entries(paths, (extents[slot] for slot in slots))
+    return blake3(_SUBTREE).update(_leaves(snapshot, slots, entries)).digest()

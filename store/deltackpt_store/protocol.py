@@ -287,12 +287,12 @@ def extent_keys(layout: Layout) -> list[ExtentKey]:
     (path of the first tensor that views it, bytes, dtype, chunk bytes, device). The trainer's
     change tables and the writer's chunk tables are both keyed by this.
     """
-    first: dict[int, tuple[str, str]] = {}
-    for tensor in layout.tensors:
-        first.setdefault(tensor.extent, (layout.paths[tensor.slot], tensor.device))
+    first = {tensor.extent: tensor for tensor in reversed(layout.tensors)}
     keys: list[ExtentKey] = []
     for index, spec in enumerate(layout.extents):
-        path, device = first.get(index, (f"#{index}", ""))
+        tensor = first.get(index)
+        path = f"#{index}" if tensor is None else layout.paths[tensor.slot]
+        device = "" if tensor is None else tensor.device
         keys.append((path, spec.nbytes, spec.dtype, spec.chunk_bytes, device))
     return keys
 

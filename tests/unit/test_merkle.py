@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 from blake3 import blake3
-from deltackpt_store import ExtentSpec, Layout, Snapshot, TensorView
+from deltackpt_store import ExtentSpec, Layout, Snapshot, TensorView, merkle
 from deltackpt_store.merkle import root, tensor_digest
 
 CHUNK = 1024
@@ -174,6 +174,30 @@ def test_arrays_that_may_be_written_are_hashed_again() -> None:
     snapshot.chunks[0] = snapshot.chunks[0].copy()
     snapshot.chunks[0][0, 0] ^= 1
     assert root(snapshot) == independent_root(snapshot)
+
+
+def test_small_parts_that_are_as_before_are_not_hashed_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of each save the trainer sends all small tensors and plain values, as new objects."""
+    hashed: list[bytes] = []
+
+    def counting(data: bytes) -> blake3:
+        hashed.append(data)
+        return blake3(data)
+
+    before = make(object=b"\xa5hello")
+    before.chunks[0].flags.writeable = False
+    again = make(inline=b"\x02" + bytes(7))
+    again.layout, again.chunks[0] = before.layout, before.chunks[0]
+    root(before)
+    monkeypatch.setattr(merkle, "blake3", counting)
+    again.objects[3] = bytes(bytearray(before.objects[3]))
+    assert root(again) == independent_root(again)
+    assert [data.split(b"\n")[0] for data in hashed] == [
+        b"deltackpt root 1",
+        b"deltackpt tensor 1",
+    ]
 
 
 def test_a_tensor_has_a_digest_of_its_own_and_a_plain_value_has_none() -> None:
