@@ -76,6 +76,16 @@ _WORTH = {
 in a first save. What changes at every save wants to be small more than to be read quickly."""
 
 
+def tries(mode: str, width: int, *, reference: bool) -> tuple[int, ...]:
+    """All that may be tried for a chunk of elements of `width` bytes, by itself or beside a
+    reference."""
+    if not reference:
+        return (PLANES,)
+    # Doubles never repeat sparsely enough to pay for a try.
+    found = (PLANES, DELTA) if width == 8 else (PLANES, DELTA, SPARSE)
+    return (*found, SORTED) if mode == "small" else found  # SORTED is a third as quick as DELTA
+
+
 def encode(plan: Plan, raw: memoryview, reference: memoryview | None, ref: bytes) -> Outcome:
     """Try what the plan says (any thread). Never larger than raw; may refer to `raw` itself."""
     began = time.perf_counter()
@@ -207,11 +217,7 @@ class CodingPolicy:
             reference = False
         again = reference or (known.saves > 1 and not known.rebase)
         worth = self._worth.again if again else self._worth.base
-        candidates = (PLANES, DELTA, SPARSE) if reference else (PLANES,)
-        if width == 8:
-            candidates = candidates[:2]  # doubles never repeat sparsely enough to pay for a try
-        if self.mode == "small" and reference:
-            candidates += (SORTED,)  # a third as quick as DELTA, to write and to read
+        candidates = tries(self.mode, width, reference=reference)
         self._adopt(known, stream, dtype, candidates)
         unknown = any(candidate not in known.share for candidate in candidates)
         known.since += 1

@@ -27,9 +27,6 @@ BATCH_BYTES = 16 * 1024 * 1024
 FLUSH_BYTES = 256 * 1024 * 1024
 WORTH = {"auto": 0.8, "small": codecs.WORTH}
 """By codec, the most that a chunk coded by itself may take of its size; see `coding_policy`."""
-_WITH_REFERENCE = (codecs.PLANES, codecs.DELTA, codecs.SPARSE)
-_RECODINGS = {"auto": _WITH_REFERENCE, "small": (*_WITH_REFERENCE, codecs.SORTED)}
-"""By codec, what is tried for a chunk beside its reference."""
 
 _SAMPLE = 8  # chunks of a family that decide what the family is coded against
 
@@ -113,13 +110,11 @@ class Rewriter:
     def _encode(
         self, group: int, raw: memoryview, reference: memoryview | None = None, against: int = -1
     ) -> codecs.Encoded:
-        dtype = str(self._plan.dtypes[group])
-        tries = (codecs.PLANES,) if reference is None else _RECODINGS[self._codec]
+        width = element_width(str(self._plan.dtypes[group]))
+        tries = coding_policy.tries(self._codec, width, reference=reference is not None)
         # What was small beside the old base must not become raw because of a threshold.
         worth = WORTH[self._codec] if reference is None else codecs.WORTH
-        plan = coding_policy.Plan(
-            tries, element_width(dtype), "zstd", (0,) * len(tries), worth, probe=True
-        )
+        plan = coding_policy.Plan(tries, width, "zstd", (0,) * len(tries), worth, probe=True)
         ref = b"" if reference is None else self._id(against)
         return coding_policy.encode(plan, raw, reference, ref).best
 

@@ -156,12 +156,11 @@ class Close(msgspec.Struct, frozen=True, tag="close"):
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
-    """The store is open and the run is held by process `pid`. `head_step`: the newest step.
-    `writer`: what its commits call the one who made them."""
+    """The store is open and the run is held by process `pid`. `writer`: what its commits call the
+    one who made them."""
 
     store_uuid: str
     pid: int
-    head_step: int | None = None
     writer: str = ""
 
 

@@ -186,9 +186,7 @@ class RunWriter:
             self._lock.release()
 
     def ready(self) -> protocol.Ready:
-        head = self._lineage.head
-        step = None if head is None else head.step
-        return protocol.Ready(self._store.uuid.hex(), os.getpid(), step, self._writer.writer)
+        return protocol.Ready(self._store.uuid.hex(), os.getpid(), self._writer.writer)
 
     # begin -------------------------------------------------------------------------------------
 

@@ -201,12 +201,13 @@ def main() -> None:
             outcome.step if isinstance(outcome, Committed) else f"failed {outcome}", flush=True
         ),
     )  # fmt: skip
-    head = client.ready(60).head_step
+    client.ready(60)
     print("ready", client.writer_pid, flush=True)
     if config.get("child"):
         print(_child(client, config["child"]), flush=True)
     trainer = ToyTrainer(client)
-    step = config["first"] if head is None else head + 1
+    store = Store.open(config["store"])
+    step = store.head("main").step + 1 if store.numbers("main") else config["first"]
     while step < config["last"]:
         client.wait_room(60)
         if step == config.get("die_before_finish"):

@@ -55,6 +55,15 @@ def test_auto_takes_a_tenth_of_what_is_saved_again() -> None:
     assert many(policy, 3, base, None) == [RAW] * 3
 
 
+def test_what_is_tried_beside_a_reference() -> None:
+    """Saves and compaction try the same."""
+    assert coding_policy.tries("small", 4, reference=False) == (PLANES,)
+    assert coding_policy.tries("auto", 4, reference=True) == (PLANES, DELTA, SPARSE)
+    assert coding_policy.tries("auto", 8, reference=True) == (PLANES, DELTA)
+    assert coding_policy.tries("small", 2, reference=True) == (PLANES, DELTA, SPARSE, SORTED)
+    assert coding_policy.tries("small", 8, reference=True) == (PLANES, DELTA, SORTED)
+
+
 def moved(by: float, seed: int = 1) -> bytes:
     step = np.random.default_rng(seed).standard_normal(SIZE // 4).astype(np.float32)
     return (WEIGHTS + np.float32(by) * step).tobytes()

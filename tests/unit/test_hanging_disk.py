@@ -14,7 +14,7 @@ from deltackpt_store.testing import SlowIO
 from deltackpt_store.verify import verify
 from saving import Gate, Opener, Recorder, Training, assert_same, gate_disk, set_timeout
 
-from deltackpt import load, steps
+from deltackpt import Checkpointer, load, steps
 from deltackpt.events import Staged
 
 
@@ -60,6 +60,17 @@ def test_a_slow_disk_makes_reading_slow_and_nothing_else(tmp_path: Path, opened:
     assert verify(Store.open(tmp_path / "store", io=slow), level="restore").ok
 
 
+def begun(gate: Gate, opened: Opener) -> tuple[Training, Checkpointer]:
+    """A training of which step 0 is durable, with a disk that hangs from now on."""
+    training = Training(layers=1)
+    ckpt = opened(training.objects)
+    ckpt.save(0).result(60)
+    set_timeout(ckpt, 0.5)
+    gate.close()
+    training.step()
+    return training, ckpt
+
+
 @pytest.mark.parametrize("readable", [True, False])
 def test_a_save_that_is_given_up_when_its_commit_is_there_says_so(
     tmp_path: Path, opened: Opener, monkeypatch: pytest.MonkeyPatch, readable: bool,
@@ -74,12 +85,7 @@ def test_a_save_that_is_given_up_when_its_commit_is_there_says_so(
         real(self, path)
 
     monkeypatch.setattr(FileIO, "sync_directory", sync_directory)
-    training = Training(layers=1)
-    ckpt = opened(training.objects)
-    ckpt.save(0).result(60)
-    set_timeout(ckpt, 0.5)
-    gate.close()
-    training.step()
+    training, ckpt = begun(gate, opened)
     with monkeypatch.context() as patch:
         if not readable:
             patch.setattr(Store, "read_commit", lambda *_: 1 / 0)
@@ -123,12 +129,7 @@ def test_a_save_that_is_given_up_before_its_commit_says_that_it_is_not_there(
     opened: Opener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = gate_disk(monkeypatch)
-    training = Training(layers=1)
-    ckpt = opened(training.objects)
-    ckpt.save(0).result(60)
-    set_timeout(ckpt, 0.5)
-    gate.close()
-    training.step()
+    _, ckpt = begun(gate, opened)
     with pytest.raises(StorageError, match="was not durable") as caught:
         ckpt.save(1).result()
     assert caught.value.context["listed"] is False

@@ -34,7 +34,7 @@ TO_WRITER = [
 ]
 TO_TRAINER = [
     protocol.Ready("uuid", 77),
-    protocol.Ready("uuid", 77, 40),
+    protocol.Ready("uuid", 77, "writer"),
     protocol.Refused(to_wire(StorageError("full", errno=28))),
     protocol.Released([0, 5]),
     protocol.Committed(1, "main", 3, 40, bytes(32), bytes(32), bytes(32), True, {"chunks": 3.0}),

@@ -142,9 +142,11 @@ def command(
     selection = select(snapshot, prefix, globs)
     folder = os.path.dirname(os.path.abspath(output))
     source = TensorBytes(snapshot, store.reader(snapshot.packs), folder)
-    write = export_torch if kind == "torch" else export_safetensors
     with published(output, force=force) as file:
-        result = write(file, commit, snapshot, selection, source)
+        if kind == "torch":
+            result = export_torch(file, snapshot, selection, source)
+        else:
+            result = export_safetensors(file, commit, snapshot, selection, source)
     if as_json:
         write_json(_document(store.path, commit, output, kind, result))
     else:

@@ -12,7 +12,7 @@ from io import BufferedRandom
 from typing import Any, cast
 
 from deltackpt_store.errors import CorruptionError, DeltackptError
-from deltackpt_store.manifest import Commit, Snapshot, TensorView
+from deltackpt_store.manifest import Snapshot, TensorView
 
 from deltackpt_tools.export_safetensors import Exported
 from deltackpt_tools.pickle_out import PickleOut
@@ -204,7 +204,6 @@ def _without_beginning(node: Node, begun: str) -> Node:
 
 def export_torch(
     file: BufferedRandom,
-    commit: Commit,
     snapshot: Snapshot,
     selection: Selection,
     source: TensorBytes,

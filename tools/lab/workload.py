@@ -17,6 +17,7 @@ import numpy as np
 import xxhash
 from blake3 import blake3
 from deltackpt_store.client import Outcome, WriterClient
+from deltackpt_store.errors import NotFoundError
 from deltackpt_store.fileio import FileIO
 from deltackpt_store.manifest import Commit, ExtentSpec, Layout, TensorView
 from deltackpt_store.protocol import RECORD, WriterOptions
@@ -84,6 +85,7 @@ class Trainer:
             path, run, seed=SEED, ring_bytes=16 << 20, slot_bytes=64 * CHUNK, mode=mode, io=io,
             options=WriterOptions(lock_timeout=lock_timeout, keep=keep), on_result=told,
         )  # fmt: skip
+        self._path, self._run = path, run
         self.layout = layout()
         self._encoded = msgspec.msgpack.encode(self.layout)
         self._table: dict[tuple[int, int], bytes] = {}
@@ -91,8 +93,11 @@ class Trainer:
 
     def next_step(self) -> int:
         """The step after the newest one in the store; waits until the writer holds the run."""
-        head = self.client.ready(120).head_step
-        return 1 if head is None else head + 1
+        self.client.ready(120)
+        try:
+            return Store.open(self._path).head(self._run).step + 1
+        except NotFoundError:
+            return 1
 
     def save(self, step: int) -> int:
         """Hand `step` over; returns the id of the save. It is durable when it is told so."""
