@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from .spans import form
+
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -82,6 +84,11 @@ def copy_bits(target: torch.Tensor, source: torch.Tensor) -> None:
             target.detach().copy_(source.detach())
             return
         if _copy_memory(target, source):
+            return
+        if _alike(target, source) and (count := _run_length(target)):
+            target = target.detach().as_strided((count,), (1,))
+            source = source.detach().as_strided((count,), (1,))
+            bits(target).copy_(bits(source))
             return
         for dim, (size, stride) in enumerate(zip(target.shape, target.stride(), strict=True)):
             if size > 1 and stride == 0:
@@ -153,7 +160,35 @@ def exchange_bits(target: torch.Tensor, source: torch.Tensor) -> None:
 
 def repeats_like(target: torch.Tensor, source: torch.Tensor) -> bool:
     """Whether `source` holds equal values wherever `target`'s elements share memory."""
+    if _alike(target, source):  # its elements share memory there, too
+        return True
     return not overwritten([(target, source)])
+
+
+def _alike(target: torch.Tensor, source: torch.Tensor) -> bool:
+    """Whether two tensors of one shape overlap themselves in the same way (dense ones do not)."""
+    return (
+        target.stride() == source.stride()
+        and not target.is_contiguous()
+        and not writable_layout(target)
+    )
+
+
+def _run_length(tensor: torch.Tensor) -> int:
+    """Elements of the memory that a tensor looks at, when that has no gaps; else 0."""
+    own = form(tensor.element_size(), tensor.shape, tensor.stride())
+    return own.nbytes // tensor.element_size() if own.gapless else 0
+
+
+def duplicate(tensor: torch.Tensor) -> torch.Tensor:
+    """A private copy, which takes no more memory than `tensor` does if that overlaps itself."""
+    tensor = tensor.detach()
+    if tensor.layout == torch.strided and not writable_layout(tensor) and plain_bits(tensor):
+        count = _run_length(tensor)
+        if count:
+            run = tensor.as_strided((count,), (1,)).clone()
+            return run.as_strided(tensor.shape, tensor.stride(), 0)
+    return tensor.clone()
 
 
 def overwritten(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[int]:

@@ -508,7 +508,7 @@ def _grouped(
         counts: list[int] = sizes.tolist()
         for begin, size in zip(begins, counts, strict=True):
             first, start = ordered[begin], at[begin]
-            if size == 1 and forms[first].dense:
+            if size == 1 and forms[first].gapless:
                 groups.append(spans.Group((first,), start, start + forms[first].nbytes, None))
             else:
                 groups += _groups_of(ordered[begin : begin + size], measured, forms)

@@ -5,8 +5,9 @@ the dims that really step through memory. `cut` groups spans into *groups*, each
 one extent:
 
 - spans that share bytes go together (tied weights, overlapping views, views of a saved buffer);
-- a span or group whose bytes are one run without gaps is saved from where it is;
-- a lone span with gaps, or one that overlaps itself, is packed into a dense copy;
+- a span or group whose bytes are one run without gaps is saved from where it is, also one that
+  overlaps itself (windows into a series), which has more elements than memory;
+- a lone span with gaps is packed into a dense copy;
 - spans that lie in each other's gaps without sharing a byte are separate groups, so that the
   bytes between them are never saved. Only spans that do share elements keep a gap they enclose.
 """
@@ -29,13 +30,13 @@ _MASK_CELLS = 1 << 28
 class Form(msgspec.Struct, frozen=True, gc=False):
     """A span without its address: `nbytes` from the first to past the last element.
 
-    `dense`: every byte of it belongs to exactly one element.
+    `gapless`: every byte of it belongs to an element, or to several.
     """
 
     itemsize: int
     dims: Dims
     nbytes: int
-    dense: bool
+    gapless: bool
 
 
 class Span(msgspec.Struct, frozen=True, gc=False):
@@ -57,8 +58,8 @@ class Span(msgspec.Struct, frozen=True, gc=False):
         return self.form.dims
 
     @property
-    def dense(self) -> bool:
-        return self.form.dense
+    def gapless(self) -> bool:
+        return self.form.gapless
 
 
 class Group(msgspec.Struct, frozen=True, gc=False):
@@ -84,7 +85,17 @@ def form(itemsize: int, shape: Sequence[int], stride: Sequence[int]) -> Form:
     """The form of a tensor; one without elements has no bytes."""
     dims = tuple((shape[i], stride[i]) for i in order(shape, stride))
     reach = 1 + sum((n - 1) * s for n, s in dims) if all(shape) else 0
-    return Form(itemsize, dims, reach * itemsize, packed(dims) == dims)
+    return Form(itemsize, dims, reach * itemsize, _gapless(dims))
+
+
+def _gapless(dims: Dims) -> bool:
+    """Whether the elements leave nothing out between the first and the last of them."""
+    run = 1  # elements, without gaps
+    for n, stride in reversed(dims):
+        if stride > run:
+            return False
+        run += (n - 1) * stride
+    return True
 
 
 def span(address: int, itemsize: int, shape: Sequence[int], stride: Sequence[int]) -> Span:
@@ -134,7 +145,7 @@ def clusters(starts: NDArray[np.int64], ends: NDArray[np.int64]) -> Clusters:
 
 def cut(spans: Sequence[Span], cluster: Sequence[int]) -> list[Group]:
     """The groups of one cluster (see the module's docstring)."""
-    if len(cluster) == 1 and spans[cluster[0]].dense:
+    if len(cluster) == 1 and spans[cluster[0]].gapless:
         return [Group((cluster[0],), spans[cluster[0]].start, spans[cluster[0]].end, None)]
     kinds: dict[tuple[int, int, Dims], list[int]] = {}
     for i in cluster:
@@ -149,10 +160,10 @@ def cut(spans: Sequence[Span], cluster: Sequence[int]) -> list[Group]:
 
 
 def covered(spans: Sequence[Span], start: int | None = None, end: int | None = None) -> bool:
-    """Whether the dense ones of `spans` cover ``[start, end)`` (default: all of the spans)."""
+    """Whether those of `spans` without gaps cover ``[start, end)`` (default: all of the spans)."""
     reach = min(s.start for s in spans) if start is None else start
     end = max(s.end for s in spans) if end is None else end
-    for s in sorted((s for s in spans if s.dense), key=lambda s: s.start):
+    for s in sorted((s for s in spans if s.gapless), key=lambda s: s.start):
         if s.start > reach:
             return False
         reach = max(reach, s.end)
@@ -162,7 +173,7 @@ def covered(spans: Sequence[Span], start: int | None = None, end: int | None = N
 def _group(spans: Sequence[Span], kinds: list[list[int]]) -> Group:
     members = tuple(sorted(i for kind in kinds for i in kind))
     first = spans[members[0]]
-    if len(kinds) == 1 and not first.dense:
+    if len(kinds) == 1 and not first.gapless:
         count = math.prod(n for n, _ in first.dims)
         return Group(members, first.start, first.start + count * first.itemsize, first.dims)
     start = min(spans[i].start for i in members)

@@ -21,6 +21,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm  # pyright: ignore[repor
 from .copying import (
     copy_bits,
     copy_values,
+    duplicate,
     exchange_bits,
     repeats_like,
     same_bits,
@@ -231,7 +232,7 @@ class ModuleTarget:
             elif not undo:
                 copy_bits(tensor, value)
             elif source in self._shared or not writable_layout(tensor):
-                old = tensor.detach().clone()
+                old = duplicate(tensor)
                 copy_bits(tensor, value)
                 self._undo.append(lambda t=tensor, o=old: copy_bits(t, o))
             else:
@@ -283,7 +284,7 @@ class ModuleTarget:
         for key in self._own.difference(target for _, target in self._fixed):
             tensor = self._tensors[key]
             if not nn.parameter.is_lazy(tensor):
-                old = tensor.detach().clone()
+                old = duplicate(tensor)
                 self._undo.append(lambda t=tensor, o=old: _put_back(t, o))
 
     def _extra(self) -> Any:

@@ -45,7 +45,12 @@ def buffer_of_parameters() -> dict[str, torch.Tensor]:
     return {"flat": flat, "a": flat[:300].view(10, 30), "b": flat[200:500].view(30, 10).t()}
 
 
+def hankel() -> dict[str, torch.Tensor]:
+    return {"h": torch.arange(3999.0).as_strided((2000, 2000), (1, 1))}
+
+
 OVERLAPPING = [
+    hankel,
     windows, windows_and_base, conjugate_parts, transposed_with_gaps, unaligned,
     buffer_of_parameters,
 ]  # fmt: skip
