@@ -13,6 +13,7 @@ import contextlib
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, cast
 
 import msgspec
@@ -23,14 +24,14 @@ from deltackpt_store.errors import (
     NotFoundError,
     UnsupportedFormatError,
 )
-from deltackpt_store.fileio import refuse_link
+from deltackpt_store.fileio import FileIO, refuse_link
 from deltackpt_store.history import Commits
 from deltackpt_store.impact import NeededChunks
 from deltackpt_store.leases import held_commits
 from deltackpt_store.lost_chunks import lost_chunks
 from deltackpt_store.manifest import Commit
 from deltackpt_store.names import RETIRED_SUFFIX, listed_numbers, number_name
-from deltackpt_store.oserror import storage_error, sync_directory
+from deltackpt_store.oserror import FULL, storage_error, sync_directory
 from deltackpt_store.pack_set import PackSet
 from deltackpt_store.pins import Pins
 from deltackpt_store.reserve import with_reserve
@@ -200,18 +201,34 @@ def retire(store: Store, commits: Iterable[Commit | Retired]) -> None:
         directory = f"{store.path}/runs/{commit.run}"
         path = f"{directory}/{number_name(commit.number)}{RETIRED_SUFFIX}"
         directories.add(directory)
-
-        def create(path: str = path) -> None:
-            with contextlib.suppress(FileExistsError):
-                store.io.close(store.io.create(path))
-
         try:
             refuse_link(directory)
-            with_reserve(store.io, store.path, create)
+            with_reserve(store.io, store.path, partial(_mark, store.io, path))
         except OSError as error:
             raise storage_error(error, "retire the commit by", path) from error
     for directory in sorted(directories):
         sync_directory(store.io, directory)
+
+
+def _mark(io: FileIO, path: str) -> None:
+    """Make the mark of retirement at `path`. OSError.
+
+    Where there is no room for a file, inodes above all, the record gets it as a second name: else
+    the reserve went for it, which the collection needs that makes room.
+    """
+    try:
+        io.close(io.create(path))
+    except FileExistsError:
+        return
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        try:
+            io.link(path.removesuffix(RETIRED_SUFFIX), path)
+        except FileExistsError:
+            return
+        except OSError:
+            raise error from None
 
 
 # rules ------------------------------------------------------------------------------------------

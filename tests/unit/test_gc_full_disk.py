@@ -14,6 +14,7 @@ from authors import Author, Session, check_everything, collected
 from deltackpt_store import leases, reserve
 from deltackpt_store.fileio import Buffer, FileIO, publish_bytes
 from deltackpt_store.gc import collect
+from deltackpt_store.names import number_name
 from deltackpt_store.retention import retire
 from deltackpt_store.store import Store
 
@@ -69,6 +70,47 @@ def test_a_full_disk_can_be_emptied(store: Store, new: Callable[..., Author], wr
     full.free = 1 << 30
     collect(on_full)
     assert os.path.getsize(f"{store.path}/gc/reserve") == reserve.RESERVE_BYTES
+
+
+class NoInodes(FileIO):
+    """No room for another file. Second names take none; a file that goes makes room for one."""
+
+    free = 0
+
+    def create(self, path: str) -> int:
+        if not self.free:
+            raise OSError(errno.ENOSPC, "No space left on device", path)
+        self.free -= 1
+        return super().create(path)
+
+    def unlink(self, path: str) -> None:
+        last = os.stat(path).st_nlink == 1
+        super().unlink(path)
+        self.free += last
+
+
+# case 81
+def test_retention_takes_no_inodes_where_none_is_left(
+    store: Store, new: Callable[..., Author]
+) -> None:
+    """Prevents: the reserve goes for the first mark, and nothing can ever be collected."""
+    author = new()
+    commits = [author.save(step, [f"{step}.{i}" for i in range(20)]) for step in range(5)]
+    author.close()
+    store.pin("kept", commits[1])
+    reserve.make_reserve(IO, store.path)
+    collect(store)
+    full = Store.open(store.path, io=NoInodes())
+    retire(full, commits[:4])
+    retire(full, commits[:4])
+    assert os.path.getsize(f"{store.path}/gc/reserve") == reserve.RESERVE_BYTES
+    assert store.steps("main") == [4]
+    check_everything(store, [commits[1]])
+    assert len(collect(full).packs) == 3
+    assert sorted(os.listdir(f"{store.path}/runs/main"))[-3:] == [
+        number_name(2), f"{number_name(2)}.retired", number_name(5),
+    ]  # fmt: skip
+    check_everything(store, [commits[1], commits[4]])
 
 
 # case 81
