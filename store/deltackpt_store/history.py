@@ -16,6 +16,7 @@ from deltackpt_store.errors import (
     DeltackptError,
     InvalidInputError,
     NotFoundError,
+    StorageError,
     UnsupportedFormatError,
 )
 from deltackpt_store.manifest import Commit
@@ -307,7 +308,13 @@ class History(PinFiles):
         runs = self.runs()
         if not runs:
             raise NotFoundError(f"store {self.path} holds no run yet", path=self.path)
-        return [run for run in runs if len(runs) == 1 or self.numbers(run)] or runs
+        return [run for run in runs if len(runs) == 1 or self._may_have_a_step(run)] or runs
+
+    def _may_have_a_step(self, run: str) -> bool:
+        try:
+            return bool(self.numbers(run))
+        except StorageError:  # a folder that cannot be listed, or no folder
+            return True
 
     def _resolve_bare(self, name: str) -> Commit:
         runs = self.runs()

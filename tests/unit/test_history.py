@@ -329,6 +329,11 @@ def test_resolve_name(small: SmallStore) -> None:
     Path(store.path, "runs/begun").mkdir()  # its first save failed: no other run is meant
     assert store.resolve_name("latest").step == 2
     assert store.only_run() == "main"
+    stray = Path(store.path, "runs/stray")
+    stray.write_text("of somebody")
+    with pytest.raises(InvalidInputError, match="main, stray"):
+        store.resolve_name("latest")
+    stray.unlink()
     steps_of(small, "b", [2, 7])
     with pytest.raises(InvalidInputError, match="runs b, main: one must be named"):
         store.only_run()
