@@ -18,6 +18,8 @@ from deltackpt_store.roots import Retired
 from deltackpt_store.runlock import RunLock
 from deltackpt_store.store import Store
 
+_BUSY = "end that trainer first; a writer that only finishes its last save lets go by itself"
+
 
 @dataclass(frozen=True, slots=True)
 class DeletionPlan:
@@ -42,7 +44,9 @@ def delete_run(store: Store, run: str, *, dry_run: bool = False) -> DeletionPlan
         return _plan(store, run)
     directory = os.path.join(store.path, "runs", run)
     try:
-        lock = RunLock.acquire(directory, run, timeout=0, cancelled=lambda seconds: True)
+        lock = RunLock.acquire(
+            directory, run, timeout=0, cancelled=lambda seconds: True, hint=_BUSY
+        )
     except OSError as error:
         if isinstance(error, DeltackptError):
             raise

@@ -50,13 +50,14 @@ class RunLock:
 
     @classmethod
     def acquire(
-        cls, directory: str, run: str, *, timeout: float, cancelled: Callable[[float], bool]
-    ) -> RunLock:
+        cls, directory: str, run: str, *, timeout: float, cancelled: Callable[[float], bool],
+        hint: str = _HINT,
+    ) -> RunLock:  # fmt: skip
         """Lock the run whose directory is `directory`, waiting up to `timeout` seconds.
 
         `cancelled(seconds)` sleeps at most that long and tells whether to give up waiting.
-        Raises `ConflictError` naming the holder, and ``OSError`` when the lock file cannot be
-        made (a read-only store, no permission).
+        Raises `ConflictError` naming the holder (and the way out, `hint`), and ``OSError`` when the
+        lock file cannot be made (a read-only store, no permission).
         """
         path = os.path.join(directory, LOCK_NAME)
         begun = time.monotonic()
@@ -91,7 +92,7 @@ class RunLock:
                 raise ConflictError(
                     f"run {run!r} is being written by {holder}",
                     kind="run-locked",
-                    hint=_SHARED.format(path) if shared else _HINT,
+                    hint=_SHARED.format(path) if shared else hint,
                     run=run,
                 )
 

@@ -91,6 +91,7 @@ def test_nothing_goes_beside_a_writer_a_reader_or_a_pin(store: Store, made: Made
     with pytest.raises(ConflictError, match="is being written") as caught:
         delete_run(store, "tune")
     assert caught.value.kind == "run-locked"
+    assert "end that trainer first" in str(caught.value.hint)
     lock.release()
     for commit in commits:
         held = hold(store.io, store.path, commit)
