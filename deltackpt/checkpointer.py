@@ -8,7 +8,7 @@ import time
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Literal, Self, cast
+from typing import Any, Literal, NoReturn, Self, cast
 
 import torch
 from deltackpt_store.errors import (
@@ -509,6 +509,15 @@ class Checkpointer:
             finally:
                 self._release()
         return None
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Refuse to be pickled or copied, as for a worker that is spawned."""
+        raise StateError(
+            "a Checkpointer cannot be copied nor pickled: it is tied to this process",
+            kind="not-copied",
+            hint="keep it out of what is sent to workers (a dataset that refers to the trainer) or"
+            " copied; open the store again there",
+        )
 
     def __enter__(self) -> Self:
         self._calls.check_open()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
+import pickle
 import signal
 import threading
 import weakref
@@ -56,8 +58,8 @@ def test_every_step_reads_back_as_it_was(path: Path, opened: Opener, writer: str
             ckpt.save(step, {"loss": float(step)})
             copies[step] = training.copy()
     assert steps(path) == [0, 1, 2, 3, 4]
-    for step, copy in copies.items():
-        assert_same(saved(path, step), copy)
+    for step, expected in copies.items():
+        assert_same(saved(path, step), expected)
 
 
 def test_loose_tensors_may_change_on_the_next_line(
@@ -705,3 +707,13 @@ def test_retention_follows_each_commit_and_says_so(path: Path, opened: Opener) -
     with opened(state, run="one", keep=Keep(last=1)) as ckpt:
         ckpt.save(0)
     assert steps(path, "one") == [0]
+
+
+@pytest.mark.parametrize("send", [pickle.dumps, copy.copy, copy.deepcopy])
+def test_none_is_copied_or_sent_to_a_worker(opened: Opener, send: Callable[[Any], Any]) -> None:
+    """Prevents: "cannot pickle '_thread.RLock' object" of a spawned worker, whose dataset knows the
+    trainer."""
+    ckpt = opened({"a": 1})
+    with pytest.raises(StateError, match="cannot be copied nor pickled") as caught:
+        send([ckpt] if send is not copy.copy else ckpt)
+    assert caught.value.kind == "not-copied"

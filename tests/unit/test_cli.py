@@ -796,6 +796,20 @@ def test_a_reader_that_leaves_early_is_no_error(store: Fixture) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("encoding", ["latin-1", "ascii", "cp1252"])
+def test_characters_that_the_terminal_lacks_are_escaped(store: Fixture, encoding: str) -> None:
+    """Prevents: the traceback of an encoding, also of a command that has done its work."""
+    store.small.save("odd", 1, {"größe漢": pattern(4)}, metrics={"📈": 1.0})
+    script = "from deltackpt_tools.cli import main; main()"
+    for arguments in (["log", store.path, "odd"], ["show", store.path, "odd@1"], ["show", "漢"]):
+        done = subprocess.run(
+            [sys.executable, "-c", script, *map(str, arguments)],
+            capture_output=True, env={**os.environ, "PYTHONIOENCODING": encoding}, check=False,
+        )  # fmt: skip
+        assert done.returncode == (10 if arguments[1] == "漢" else 0)
+        assert b"Traceback" not in done.stderr
+
+
 def on_a_terminal(code: str, *wanted: object) -> tuple[bytes, bytes]:
     """stdout, and what a terminal at stderr shows; the command must succeed."""
     terminal, other = pty.openpty()

@@ -7,6 +7,7 @@ this module imports click and nothing heavier; a subcommand's module is imported
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import re
 import sys
@@ -228,9 +229,17 @@ def open_closed_streams() -> None:
         setattr(sys, name, stream)
 
 
+def escape_what_cannot_be_printed() -> None:
+    """Have characters that the encoding of an output lacks printed as escapes (``\\u6f22``)."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="backslashreplace")
+
+
 def main() -> None:
     """Entry point of the installed command. Never returns."""
     open_closed_streams()
+    escape_what_cannot_be_printed()
     try:
         cli.main(prog_name="deltackpt")
     except OSError as error:  # of what is printed before a subcommand runs: help, version
