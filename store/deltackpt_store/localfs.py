@@ -59,13 +59,22 @@ def index_directory(store_path: str, store_uuid: bytes) -> str | None:
     if may_map(store_path) and os.access(store_path, os.W_OK):
         return os.path.join(store_path, "cache", "index")
     place = hashlib.blake2b(os.fsencode(os.path.realpath(store_path)), digest_size=8).hexdigest()
-    shared = os.path.join(tempfile.gettempdir(), f"deltackpt-{os.getuid()}")
+    shared = _shared_folder()
     for top in (os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), shared):
         if top == shared and _is_anothers(top):
             continue
         if os.path.isabs(top) and may_map(_existing_parent(top)):
             return os.path.join(top, "deltackpt", f"{store_uuid.hex()}-{place}")
     return None
+
+
+def _shared_folder() -> str:
+    """This user's folder in the temporary directory; "" where there is none (a container may be
+    read-only but for the store)."""
+    try:
+        return os.path.join(tempfile.gettempdir(), f"deltackpt-{os.getuid()}")
+    except OSError:
+        return ""
 
 
 def _existing_parent(path: str) -> str:

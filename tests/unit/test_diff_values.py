@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,8 @@ import pytest
 import torch
 from command_line import run
 from deltackpt_store import ChunkReader
-from deltackpt_store.errors import CorruptionError
-from deltackpt_tools import chunk_rows, numeric
+from deltackpt_store.errors import CorruptionError, StorageError
+from deltackpt_tools import chunk_rows, numeric, tensor_bytes
 from deltackpt_tools.blaming import NotFinite, blame
 from deltackpt_tools.changes import ValueStats
 from deltackpt_tools.diffing import diff
@@ -253,3 +254,17 @@ def test_a_damaged_chunk_is_no_figure(small: SmallStore) -> None:
         result = run(arguments[0], small.path, *arguments[1:])
         assert result.exit_code == 12
         assert "damaged in 'w': " in result.output
+
+
+def test_no_folder_for_temporary_files_is_needed_but_for_large_views(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none() -> str:
+        raise FileNotFoundError(2, "No usable temporary directory found")
+
+    monkeypatch.setattr(tempfile, "gettempdir", none)
+    old = torch.arange(9000.0).view(90, 100).t()
+    assert stats_of(tmp_path / "s", old, old + 1).changed_elements == 9000
+    monkeypatch.setattr(tensor_bytes, "SCRATCH", 100)
+    with pytest.raises(StorageError, match="TMPDIR"):
+        stats_of(tmp_path / "t", torch.ones(90, 100), torch.zeros(100, 90).t())

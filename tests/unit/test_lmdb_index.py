@@ -575,6 +575,25 @@ def test_the_index_does_not_lie_where_another_user_waits_for_it(
     assert localfs.index_directory(str(store), UUID) is None
 
 
+def test_no_folder_for_temporary_files_is_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prevents: saves that all fail in a container that is read-only but for its store."""
+    monkeypatch.setattr(localfs, "filesystem_type", lambda p: "nfs4")
+
+    def none() -> str:
+        raise FileNotFoundError(2, "No usable temporary directory found")
+
+    monkeypatch.setattr(tempfile, "gettempdir", none)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert localfs.index_directory(str(tmp_path), UUID) is None
+    monkeypatch.setattr(localfs, "filesystem_type", lambda p: "ext4")
+    monkeypatch.setattr(localfs.os, "access", lambda *a: False)  # a store that is only read
+    where = localfs.index_directory(str(tmp_path / "store"), UUID)
+    assert where is not None
+    assert where.startswith(f"{tmp_path}/deltackpt/")
+
+
 def test_the_index_never_lies_on_a_network_file_system(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

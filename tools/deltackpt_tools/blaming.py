@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -300,7 +299,7 @@ class _Scan:
         self._views = {} if old is None else _by_path(old)
         reader = store.reader(new.packs)
         self._rows = ChunkRows(new, reader)
-        self._whole = TensorBytes(new, reader, tempfile.gettempdir())
+        self._whole = TensorBytes(new, reader)
 
     def count(self, views: dict[str, TensorView]) -> dict[str, tuple[int, int]]:
         """(NaN, infinite) elements of each tensor in what changed."""

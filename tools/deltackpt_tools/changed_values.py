@@ -6,7 +6,6 @@ Memory is bounded: a batch of chunks of each step at a time, whatever the size o
 from __future__ import annotations
 
 import dataclasses
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from math import prod
 from typing import Any
@@ -31,10 +30,9 @@ class ValueReader:
     def __init__(
         self, old: Snapshot, old_reader: ChunkReader, new: Snapshot, new_reader: ChunkReader
     ) -> None:
-        folder = tempfile.gettempdir()
         self._old, self._new = ChunkRows(old, old_reader), ChunkRows(new, new_reader)
-        self._whole_old = TensorBytes(old, old_reader, folder)
-        self._whole_new = TensorBytes(new, new_reader, folder)
+        self._whole_old = TensorBytes(old, old_reader)
+        self._whole_new = TensorBytes(new, new_reader)
 
     def stats(
         self, pairs: Sequence[Pair], progress: Callable[[int], None] | None = None

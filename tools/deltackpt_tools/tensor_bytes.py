@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from deltackpt_store.errors import InvalidInputError
+from deltackpt_store.errors import InvalidInputError, StorageError
 from deltackpt_store.manifest import Snapshot, TensorView, element_bytes
 from deltackpt_store.reader import ChunkReader
 from numpy.typing import NDArray
@@ -32,11 +32,13 @@ class TensorBytes:
     """Reads the extents and tensors of one snapshot. Not thread-safe.
 
     Every yielded buffer is valid until the next one is asked for. All bytes have been checked
-    against their chunk ids; CorruptionError naming the tensors otherwise. `scratch_folder` must
-    have room for the largest tensor that is not contiguous.
+    against their chunk ids; CorruptionError naming the tensors otherwise. `scratch_folder` (None:
+    that of temporary files) must have room for the largest tensor that is not contiguous.
     """
 
-    def __init__(self, snapshot: Snapshot, reader: ChunkReader, scratch_folder: str) -> None:
+    def __init__(
+        self, snapshot: Snapshot, reader: ChunkReader, scratch_folder: str | None = None
+    ) -> None:
         self._snapshot = snapshot
         self._reader = reader
         self._folder = scratch_folder
@@ -105,14 +107,15 @@ class TensorBytes:
 
 
 class _scratch:  # noqa: N801 - used as a function, in a with statement
-    """`size` zeroed bytes, in memory or in an unlinked file in `folder`."""
+    """`size` zeroed bytes, in memory or in an unlinked file in `folder` (None: where temporary
+    files go)."""
 
-    def __init__(self, size: int, folder: str) -> None:
+    def __init__(self, size: int, folder: str | None) -> None:
         self._map: mmap.mmap | None = None
         if size <= SCRATCH:
             self._memory = memoryview(bytearray(size))
             return
-        with tempfile.TemporaryFile(dir=folder) as file:
+        with tempfile.TemporaryFile(dir=folder or _temporary_directory()) as file:
             file.truncate(size)
             self._map = mmap.mmap(file.fileno(), size)
         self._memory = memoryview(self._map)
@@ -125,6 +128,17 @@ class _scratch:  # noqa: N801 - used as a function, in a with statement
         # block, and closing a mapping under it is an error.
         self._memory = memoryview(b"")
         self._map = None
+
+
+def _temporary_directory() -> str:
+    try:
+        return tempfile.gettempdir()
+    except OSError as error:
+        raise StorageError(
+            f"there is no folder for temporary files: {error.strerror or error}",
+            hint="set TMPDIR to a folder that can be written to",
+            errno=error.errno,
+        ) from error
 
 
 def _element(width: int) -> np.dtype[Any]:
