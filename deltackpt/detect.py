@@ -47,7 +47,12 @@ def memory(data: torch.Tensor) -> memoryview:
     The view does not keep the tensor alive: the caller does. (``Tensor.numpy()`` would also do,
     but makes the user's storage un-resizable for good.)
     """
-    return _view_of(data.data_ptr(), data.numel(), _READ)
+    return memory_at(data.data_ptr(), data.numel())
+
+
+def memory_at(address: int, nbytes: int) -> memoryview:
+    """:func:`memory` of what lies there."""
+    return _view_of(address, nbytes, _READ)
 
 
 class Piece(NamedTuple):

@@ -12,6 +12,7 @@ import ctypes
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import msgspec
@@ -27,7 +28,7 @@ from .landing import CopyFigures, Landing
 from .probing import Facts, Probe, of_each, probe
 from .restless import torn
 from .small import SmallBytes
-from .sources import Signs, Source, Taken, sign_of, version_of
+from .sources import Signs, Source, Taken, bytes_of, sign_of, version_of
 from .tensors import refuse_unsupported
 from .values import dtype_name
 from .views import dress, rebuild
@@ -196,24 +197,35 @@ class Plan:
             if still:
                 signs[key] = _signs(tensors, c.members)
                 live = live and (before is None or before.get(key) == signs[key])
-            data = self._flat(e, tensors, places) if live else None
-            if data is not None:
-                owner = tensors[c.members[0]]
-                sources[e] = Source(data, True, key, owner, still=still)
+            found = self._place(e, places) if live else None
+            if found is not None:
+                i, at = found
+                storage, device = tensors[i].untyped_storage(), self.facts[i][3]
+                sources[e] = Source(
+                    storage, at, self.specs[e].nbytes, device, True, key, tensors[c.members[0]],
+                    still=still,
+                )  # fmt: skip
             else:
                 copies.append(e)
         leases, figures = self._copy(copies, tensors, places, sources, pool)
         return Taken(inline, small, sources, leases, figures, signs)
 
-    def _flat(self, extent: int, tensors: Sequence[Tensor], places: _Places) -> Tensor | None:
-        """The extent in place, from any member whose storage holds all of it."""
+    def _place(self, extent: int, places: _Places) -> tuple[int, int] | None:
+        """A member whose storage holds all of the extent, and the byte of it where that begins."""
         c, nbytes = self._cuts[extent], self.specs[extent].nbytes
         start = places.address[c.members[0]] + c.shift
         for i in c.members:
             at = start - places.address[i] + places.begin[i]
             if at >= 0 and at + nbytes <= places.storage[i]:
-                return _bytes_of(tensors[i], at, nbytes)
+                return i, at
         return None
+
+    def _flat(self, extent: int, tensors: Sequence[Tensor], places: _Places) -> Tensor | None:
+        """The extent in place, where a storage holds all of it."""
+        found = self._place(extent, places)
+        if found is None:
+            return None
+        return _bytes_of(tensors[found[0]], found[1], self.specs[extent].nbytes)
 
     def _fill(self, extent: int, out: Tensor, tensors: Sequence[Tensor], places: _Places) -> None:
         """Copy the extent into `out`: as it is, packed, or pieced together from storages."""
@@ -273,14 +285,14 @@ class Plan:
             way = landing.transport(device)
             stay, landed = extents, list[int]()
             if way is not None:
-                rooms = [self.specs[e].nbytes + -self.specs[e].nbytes % _ALIGN for e in extents]
+                rooms = [_rounded(self.specs[e].nbytes) for e in extents]
                 here = landing.staying(rooms, 0 if device in pool.full else landing.COPY_BYTES)
                 stay = [e for e, stays in zip(extents, here, strict=True) if stays]
                 landed = [e for e, stays in zip(extents, here, strict=True) if not stays]
             held = 0
             if stay:
                 try:
-                    buffer, parts = self._room(stay, partial(pool.take, device))
+                    buffer, starts = self._room(stay, partial(pool.take, device))
                 except torch.OutOfMemoryError as error:
                     if way is None:
                         raise
@@ -291,7 +303,7 @@ class Plan:
                     leases.append(Lease(buffer))
                     held = buffer.numel()
                     versions = self._versions(stay, tensors)
-                    self._keep(stay, parts, tensors, places, sources)
+                    self._keep(stay, buffer, starts, tensors, places, sources)
                     if way is None:
                         self._settle(stay, versions, tensors, places, sources)
             if way is not None:
@@ -299,42 +311,52 @@ class Plan:
                 figures[str(device)] = replace(cost, device_bytes=cost.device_bytes + held)
         return leases, figures
 
-    def _room(
-        self, extents: list[int], take: Callable[[int], Tensor]
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """A buffer, and the part of it for each extent."""
-        each = [self.specs[e].nbytes for e in extents]
-        sizes = [size for nbytes in each for size in (nbytes, -nbytes % _ALIGN)]
-        buffer = take(sum(sizes))
-        return buffer, buffer[: sum(sizes)].split_with_sizes(sizes)[::2]
+    def _room(self, extents: list[int], take: Callable[[int], Tensor]) -> tuple[Tensor, list[int]]:
+        """A buffer, and where in it the part for each extent begins."""
+        sizes = [_rounded(self.specs[e].nbytes) for e in extents]
+        *starts, total = accumulate(sizes, initial=0)
+        return take(total), starts
 
     def _keep(
         self,
         extents: list[int],
-        parts: Sequence[Tensor],
+        buffer: Tensor,
+        starts: list[int],
         tensors: Sequence[Tensor],
         places: _Places,
         sources: dict[int, Source],
     ) -> None:
         """Copy extents into the parts of a buffer on their own device."""
-        at = parts[0].data_ptr()
-        for e, out in zip(extents, parts, strict=True):
+        storage, begin, device = (
+            buffer.untyped_storage(),
+            int(buffer.storage_offset()),
+            buffer.device,
+        )
+        address = buffer.data_ptr()
+        for e, at in zip(extents, starts, strict=True):
             c, nbytes = self._cuts[e], self.specs[e].nbytes
             if c.plain and nbytes <= _MEMMOVE_BYTES:
-                ctypes.memmove(at, places.address[c.members[0]] + c.shift, nbytes)
+                ctypes.memmove(address + at, places.address[c.members[0]] + c.shift, nbytes)
             else:
-                self._fill(e, out, tensors, places)
-            sources[e] = Source(out, False, self._keys[e], None)
-            at += nbytes + -nbytes % _ALIGN
+                self._fill(e, buffer[at : at + nbytes], tensors, places)
+            sources[e] = Source(storage, begin + at, nbytes, device, False, self._keys[e], None)
 
-    def _versions(self, extents: list[int], tensors: Sequence[Tensor]) -> list[list[int]]:
-        """What PyTorch counts of writes to the tensors over each extent."""
-        return [[version_of(tensors[i]) for i in self._cuts[e].members] for e in extents]
+    def _versions(self, extents: list[int], tensors: Sequence[Tensor]) -> list[int]:
+        """What PyTorch counts of writes to the tensors over each extent, one after another."""
+        return [version_of(tensors[i]) for e in extents for i in self._cuts[e].members]
+
+    def _moved(self, extents: list[int], before: list[int], now: list[int]) -> list[int]:
+        """The extents of which :meth:`_versions` tells another number than before."""
+        if now == before:
+            return []
+        owners = (e for e in extents for _ in self._cuts[e].members)
+        found = zip(owners, before, now, strict=True)
+        return list(dict.fromkeys(e for e, old, new in found if old != new))
 
     def _settle(
         self,
         extents: list[int],
-        versions: list[list[int]],
+        versions: list[int],
         tensors: Sequence[Tensor],
         places: _Places,
         sources: Mapping[int, Source],
@@ -348,13 +370,14 @@ class Plan:
         changed: list[int] = []
         for _ in range(_ROUNDS):
             now = self._versions(extents, tensors)
-            moved = [e for e, old, new in zip(extents, versions, now, strict=True) if old != new]
+            moved = self._moved(extents, versions, now)
             versions, changed = now, []
             for e in moved:
-                again = torch.empty_like(sources[e].data)
+                kept = sources[e].data
+                again = torch.empty_like(kept)
                 self._fill(e, again, tensors, places)
-                if not torch.equal(again, sources[e].data):
-                    sources[e].data.copy_(again)
+                if not torch.equal(again, kept):
+                    kept.copy_(again)
                     changed.append(e)
             if not changed:
                 return
@@ -377,11 +400,11 @@ class Plan:
         """Bring extents into host memory; nothing waits here for their bytes."""
         if not extents:
             return CopyFigures(transfers=0, transferred_bytes=0, device_bytes=0, pinned_bytes=0)
-        buffer, parts = self._room(extents, partial(pool.take, device, landing=way.locked))
+        buffer, starts = self._room(extents, partial(pool.take, device, landing=way.locked))
         gaps = [self.specs[e].nbytes for e in extents if self._cuts[e].dims is not None]
         landed = Landing(way, max(gaps, default=0))
-        for e, out in zip(extents, parts, strict=True):
-            c = self._cuts[e]
+        for e, start in zip(extents, starts, strict=True):
+            c, out = self._cuts[e], buffer[start : start + self.specs[e].nbytes]
             if c.dims is not None:
                 landed.packed(out, _strided(tensors[c.members[0]], c.dims))
             elif (data := self._flat(e, tensors, places)) is not None:
@@ -392,8 +415,12 @@ class Plan:
                     landed.dense(out[at : at + own.numel()], own)
         arrived = way.record()
         leases.append(Lease(buffer, device, arrived))
-        for e, out in zip(extents, parts, strict=True):
-            sources[e] = Source(out, False, self._keys[e], None, arrived)
+        storage, begin = buffer.untyped_storage(), int(buffer.storage_offset())
+        for e, start in zip(extents, starts, strict=True):
+            sources[e] = Source(
+                storage, begin + start, self.specs[e].nbytes, buffer.device, False, self._keys[e],
+                None, arrived,
+            )  # fmt: skip
         return CopyFigures(
             transfers=landed.transfers,
             transferred_bytes=landed.nbytes,
@@ -403,7 +430,7 @@ class Plan:
 
 
 def _signs(tensors: Sequence[Tensor], members: Sequence[int]) -> Signs:
-    return tuple(sign_of(tensors[i], tensors[i]) for i in members)
+    return tuple(sign_of(tensors[i]) for i in members)
 
 
 def _strided(tensor: Tensor, dims: spans.Dims) -> Tensor:
@@ -415,8 +442,11 @@ def _strided(tensor: Tensor, dims: spans.Dims) -> Tensor:
 
 def _bytes_of(tensor: Tensor, offset: int, nbytes: int) -> Tensor:
     """Bytes of the tensor's storage as a flat uint8 tensor (no copy)."""
-    flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    return flat.set_(tensor.untyped_storage(), offset, (nbytes,), (1,))
+    return bytes_of(tensor.untyped_storage(), offset, nbytes, tensor.device)
+
+
+def _rounded(nbytes: int) -> int:
+    return nbytes + -nbytes % _ALIGN
 
 
 def plan(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import msgspec
+import torch
 from torch import Tensor
 
 from .buffers import Arrival, Lease
@@ -22,25 +23,61 @@ Signs = tuple[Sign, ...]
 class Source(msgspec.Struct, frozen=True, gc=False):
     """Where the bytes of one extent are until they have been staged.
 
-    `data`: flat contiguous uint8 tensor of exactly the extent's length, on the tensor's device, or
-    on the host for a copy that has landed there (see `landing`).
-    `live`: True when `data` is the training memory itself: read it before the next optimizer step;
-    False when it is a private copy that stays as it was at the call until `Capture.release`.
+    `storage`, `begin`, `nbytes`: they are so many bytes of that storage, from byte `begin` on, on
+    `device`: the tensor's, or the host for a copy that has landed there (see `landing`). No tensor
+    is made of them before somebody asks for `data`: tensors wake the garbage collector.
+    `live`: True when they are the training memory itself: read it before the next optimizer step;
+    False when they are a private copy that stays as it was at the call until `Capture.release`.
     `key`: names the extent in the change table (path, length, dtype, chunk size, device); it holds
     no address, and equal keys in two captures mean comparable chunks.
     `owner`: for live data, a tensor over the same storage (its `_version` is a hint, no proof).
-    `arrived`: for a landed copy, what to wait for before `data` is read.
+    `arrived`: for a landed copy, what to wait for before it is read.
     `still`: live data that no optimizer steps: it ought to be what it was at the save before.
-    `data` keeps the storage alive; a storage that is resized while it is read is the caller's to
-    notice (``data.untyped_storage().nbytes()``).
+    `storage` is kept alive; that it is resized while it is read is the caller's to notice (`gone`).
     """
 
-    data: Tensor
+    storage: torch.UntypedStorage
+    begin: int
+    nbytes: int
+    device: torch.device
     live: bool
     key: str
     owner: Tensor | None
     arrived: Arrival | None = None
     still: bool = False
+
+    @classmethod
+    def of(cls, data: Tensor, live: bool, key: str, owner: Tensor | None) -> Source:
+        """The source of the bytes of a flat contiguous uint8 tensor."""
+        storage, begin = data.untyped_storage(), int(data.storage_offset())
+        return cls(storage, begin, data.numel(), data.device, live, key, owner)
+
+    @property
+    def data(self) -> Tensor:
+        """A flat contiguous uint8 tensor over the bytes, made anew."""
+        return bytes_of(self.storage, self.begin, self.nbytes, self.device)
+
+    @property
+    def address(self) -> int:
+        return self.storage.data_ptr() + self.begin
+
+    @property
+    def gone(self) -> bool:
+        """Whether the storage was made too small since: then there is nothing to read."""
+        return self.storage.nbytes() < self.begin + self.nbytes
+
+    @property
+    def sign(self) -> Sign | None:
+        """The sign of life of live data; None without an owner."""
+        return None if self.owner is None else (self.address, version_of(self.owner))
+
+
+def bytes_of(
+    storage: torch.UntypedStorage, begin: int, nbytes: int, device: torch.device
+) -> Tensor:
+    """Bytes of a storage as a flat uint8 tensor (no copy)."""
+    flat = torch.empty(0, dtype=torch.uint8, device=device)
+    return flat.set_(storage, begin, (nbytes,), (1,))
 
 
 def version_of(tensor: Tensor) -> int:
@@ -48,9 +85,9 @@ def version_of(tensor: Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 
-def sign_of(data: Tensor, owner: Tensor) -> Sign:
-    """Where `data` lies now, and the version of `owner`."""
-    return data.data_ptr(), version_of(owner)
+def sign_of(tensor: Tensor) -> Sign:
+    """Where a tensor lies now, and its version."""
+    return tensor.data_ptr(), version_of(tensor)
 
 
 class Taken(NamedTuple):

@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
-import torch
 from deltackpt_store.copies import copy_bytes
 from deltackpt_store.errors import StateError
 from deltackpt_store.manifest import Layout
@@ -36,12 +35,13 @@ from .detect import (
     Workers,
     change_hash,
     memory,
+    memory_at,
 )
 from .extents import Source
 from .landing import CopyFigures
 from .report import DeviceFigures
 from .restless import torn
-from .sources import Sign, sign_of
+from .sources import Sign
 from .witness import Witness
 
 RECORD = struct.Struct("<IIII16s")
@@ -161,34 +161,27 @@ class Stager(Protocol):
     def close(self) -> None: ...
 
 
-def _host_bytes(source: Source, start: int, end: int) -> tuple[torch.Tensor, memoryview]:
-    """Bytes ``start ... end`` (at most) of a source, and the tensor that keeps them alive.
+def _host_bytes(source: Source, start: int, end: int) -> tuple[object, memoryview]:
+    """Bytes ``start ... end`` (at most) of a source, and what keeps them alive.
 
     Waits for a copy that a device is still making.
     Device memory is copied to the host first: right, but slower than a stager that detects there.
     """
-    data = source.data
     if source.arrived is not None:
         source.arrived.synchronize()
-    if data.is_cpu:
-        view = memory(data)
-        return data, view if start == 0 and end >= len(view) else view[start:end]
-    data = data[start:end].cpu()
+    if source.device.type == "cpu":
+        end = min(end, source.nbytes)
+        return source.storage, memory_at(source.address + start, end - start)
+    data = source.data[start:end].cpu()
     return data, memory(data)
-
-
-def _is_gone(source: Source) -> bool:
-    """Whether the storage of live data was resized since: then there is nothing to read."""
-    data = source.data
-    return data.untyped_storage().nbytes() < data.storage_offset() + data.numel()
 
 
 def versions_of(sources: Mapping[int, Source]) -> dict[int, Sign]:
     """Extent -> address and autograd version counter, for live sources with an owner."""
     return {
-        extent: sign_of(source.data, source.owner)
+        extent: sign
         for extent, source in sources.items()
-        if source.live and source.owner is not None
+        if source.live and (sign := source.sign) is not None
     }
 
 
@@ -271,7 +264,7 @@ class HostStager:
         for unit in plan.live + plan.private:
             for extent, first, last in unit:
                 spec = layout.extents[extent]
-                if _is_gone(sources[extent]):
+                if sources[extent].gone:
                     raise StateError(f"{plan.keys[extent][0]} was resized", kind="torn")
                 start = first * spec.chunk_bytes
                 held, data = _host_bytes(sources[extent], start, last * spec.chunk_bytes)
@@ -347,7 +340,7 @@ class _Run:
         source, spec, witness = (
             self._job.sources[extent], self._job.layout.extents[extent], self._job.witness
         )  # fmt: skip
-        if source.live and _is_gone(source):
+        if source.live and source.gone:
             raise torn([self._plan.keys[extent][0]])
         start, size = first * spec.chunk_bytes, spec.chunk_bytes
         held, data = _host_bytes(source, start, last * size)

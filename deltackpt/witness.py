@@ -18,7 +18,7 @@ import numpy as np
 from deltackpt_store.manifest import Layout
 from numpy.typing import NDArray
 
-from .detect import change_hash, memory
+from .detect import change_hash, memory_at
 from .sources import Source
 
 EXACT_BYTES = 64 * 1024
@@ -64,16 +64,16 @@ class Notary:
         digests: dict[int, bytes] = {}
         words: dict[int, tuple[_Places, _Words]] = {}
         for extent, source in sources.items():
-            if not source.live or source.still or not source.data.is_cpu:
+            if not source.live or source.still or source.device.type != "cpu":
                 continue
             spec = layout.extents[extent]
             if spec.nbytes > EXACT_BYTES:
                 places = self._places_in(spec.nbytes // _WORD)
                 words[extent] = places, _words_of(source)[places]
             elif spec.chunk_count == 1:
-                digests[extent] = change_hash(memory(source.data), self._seed)
+                digests[extent] = change_hash(_memory_of(source), self._seed)
             else:
-                view, size = memory(source.data), spec.chunk_bytes
+                view, size = _memory_of(source), spec.chunk_bytes
                 digests[extent] = b"".join(
                     change_hash(view[at : at + size], self._seed)
                     for at in range(0, spec.nbytes, size)
@@ -94,6 +94,10 @@ class Notary:
         return places
 
 
+def _memory_of(source: Source) -> memoryview:
+    return memory_at(source.address, source.nbytes)
+
+
 def _words_of(source: Source) -> _Words:
-    view = memory(source.data)
+    view = _memory_of(source)
     return np.frombuffer(view, np.uint64, count=len(view) // _WORD)

@@ -368,7 +368,7 @@ def job_of(tensors: dict[str, torch.Tensor], table: Any, chunk: int, unlocked: A
                   for i, t in enumerate(tensors.values()))  # fmt: skip
     extents = tuple(ExtentSpec(t.numel(), chunk, "uint8") for t in tensors.values())
     layout = Layout(msgspec.msgpack.encode([]), tuple(tensors), views, extents, ())
-    sources = {i: Source(t, True, name, t) for i, (name, t) in enumerate(tensors.items())}
+    sources = {i: Source.of(t, True, name, t) for i, (name, t) in enumerate(tensors.items())}
     return Job(
         save=1, layout=layout, sources=sources, table=table, versions={},
         deadline=time.monotonic() + 300, unlock=unlocked, cancelled=lambda: False,

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from ..detect import HASH_BYTES, ChangeTable, staging_order
 from ..extents import Source
 from ..restless import torn
-from ..sources import Sign, sign_of
+from ..sources import Sign
 from ..stage import not_comparable
 from .table import ChunkTable
 
@@ -58,7 +58,7 @@ class DevicePlan:
         return (live, private) == self._signature
 
     def addresses(self, sources: Mapping[int, Source]) -> list[int]:
-        return [sources[extent].data.data_ptr() for extent in self.extents.tolist()]
+        return [sources[extent].address for extent in self.extents.tolist()]
 
     def digests_of(self, table: ChangeTable) -> Digests:
         """The rows of a change table, zeros (which equal no digest) for what it does not hold."""
@@ -95,9 +95,7 @@ def check_sizes(
 ) -> None:
     """Raise :func:`torn` for a live source whose storage was shrunk or freed meanwhile."""
     for extent, path in zip(extents, paths, strict=True):
-        source = sources[extent]
-        need = source.data.storage_offset() + source.data.numel()
-        if source.live and source.data.untyped_storage().nbytes() < need:
+        if sources[extent].live and sources[extent].gone:
             raise torn([path])
 
 
@@ -110,8 +108,8 @@ def check_versions(
     """Raise :func:`torn` for a live tensor whose address or version moved since the save's call."""
     moved: list[str] = []
     for extent, path in zip(extents, paths, strict=True):
-        source, noted = sources[extent], versions.get(extent)
-        if noted and (source.owner is None or sign_of(source.data, source.owner) != noted):
+        noted = versions.get(extent)
+        if noted and sources[extent].sign != noted:
             moved.append(path)
     if moved:
         raise torn(moved)

@@ -80,7 +80,7 @@ def stager_for(runtime: Runtime, *, seed: int) -> DevicePart:
 
 def _stager_device(source: Source) -> torch.device:
     """Where a source is hashed: on its own device if that is CUDA's (or ROCm's)."""
-    return source.data.device if source.data.is_cuda else HOST
+    return source.device if source.device.type == "cuda" else HOST
 
 
 class SplitStager:

@@ -91,7 +91,7 @@ class Tensors:
         structure = msgspec.msgpack.encode(list(range(len(tensors))))
         self.layout = Layout(structure, tuple(tensors), tuple(views), tuple(extents), ())
         self.sources = {
-            i: Source(t.detach().view(-1).view(torch.uint8), live, name, t if live else None)
+            i: Source.of(t.detach().view(-1).view(torch.uint8), live, name, t if live else None)
             for i, (name, t) in enumerate(tensors.items())
         }
 

@@ -847,13 +847,15 @@ def test_tensors_alike_are_thought_about_once(monkeypatch: pytest.MonkeyPatch) -
     assert third.layout.paths != second.layout.paths
 
 
-def test_what_was_made_of_many_tensors_wakes_no_collector() -> None:
+@pytest.mark.parametrize("live", [None, lambda path, tensor: True])
+@pytest.mark.parametrize("numel", [3, 300])
+def test_what_was_made_of_many_tensors_wakes_no_collector(live: Any, numel: int) -> None:
     """Objects that the garbage collector tracks are visited again and again while many are made."""
-    state = {"t": {f"layer.{i}.weight": torch.randn(3) for i in range(2000)}}
+    state = {"t": {f"layer.{i}.weight": torch.randn(numel) for i in range(2000)}}
     take(state)  # PyTorch keeps an object for each storage that was asked for
     gc.collect()
     before = len(gc.get_objects())
-    taken = take(state)
+    taken = take(state, live=live)
     gc.collect()
     assert len(gc.get_objects()) - before < 500
     taken.release()

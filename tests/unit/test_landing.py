@@ -269,7 +269,7 @@ def test_staged_with_live_memory(monkeypatch: pytest.MonkeyPatch, seed: int, cop
     for number, spec in enumerate(taken.layout.extents):
         if number in taken.sources:
             parts = [ring.chunks[number, i] for i in range(spec.chunk_count)]
-            taken.sources[number] = type(taken.sources[number])(
+            taken.sources[number] = type(taken.sources[number]).of(
                 torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.uint8), False, "", None
             )
     found = rebuild(taken)

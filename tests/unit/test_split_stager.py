@@ -268,7 +268,7 @@ def test_interpreted_kernels_are_never_given_device_memory(
 
 
 def test_devices_other_than_cudas_are_hashed_on_the_host() -> None:
-    source = Source(torch.empty(1000, dtype=torch.uint8, device="meta"), True, "w", None)
+    source = Source.of(torch.empty(1000, dtype=torch.uint8, device="meta"), True, "w", None)
     assert SplitStager(seed=SEED, threads=1).mark({0: source}) == {}
 
 
