@@ -171,6 +171,8 @@ class Compactions:
         assert process.stdout is not None
         with process.stdout as lines:
             for line in lines:
+                if not line.startswith(b"{"):  # of a sitecustomize, which may print what it likes
+                    continue
                 told = msgspec.json.decode(line, type=Told)
                 if told.report is not None:
                     self._deliver(told.report)

@@ -230,11 +230,29 @@ def ask(value: Any, path: str) -> Any:
         raise StateError(
             f"the object at {path!r} gives no state_dict: {type(error).__name__}: {error}",
             kind="state-failed",
-            hint=LOADER_HINT
-            if isinstance(value, DataLoader)
-            else "mend the object, or leave it out of the state",
+            hint=_way_out(value),
             path=path,
         ) from error
+
+
+def _way_out(value: Any) -> str:
+    """What helps where an object gives no state."""
+    if isinstance(value, DataLoader):
+        return LOADER_HINT
+    if isinstance(value, torch.optim.Optimizer):
+        groups: list[Any] = vars(value).get("param_groups", [])
+        known = {id(p) for group in groups for p in group["params"]}
+        held: Any = vars(value).get("state", {})
+        left = [
+            tuple(key.shape) for key in held if isinstance(key, Tensor) and id(key) not in known
+        ]
+        if left:
+            return (
+                f"its state has entries of {len(left)} parameters that none of its groups has"
+                f" (one of shape {list(left[0])}): after taking a parameter out of a group, delete"
+                " optimizer.state[parameter]"
+            )
+    return "mend the object, or leave it out of the state"
 
 
 def state_of(value: Any) -> Any:

@@ -1,8 +1,9 @@
 """Compacting beside a training, in a process of its own of low priority.
 
 Started by the trainer (`launch.start_compactions`) with `JobSettings` as JSON. Compacts now and
-then, tells on stdout, one JSON line for each compaction that did something or failed, and ends with
-the trainer. Killed at any moment it leaves nothing to repair.
+then, tells on stdout, one JSON line for each compaction that did something or failed (beside what
+Python is made to print when it starts), and ends with the trainer. Killed at any moment it leaves
+nothing to repair.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ def run_job(store: str, argument: str, parent: int) -> None:
             _sleep(settings.interval, parent)
             told = _compact(store, settings, parent)
             if told is not None:
-                sys.stdout.buffer.write(msgspec.json.encode(told) + b"\n")
+                line = msgspec.json.encode(told)
+                sys.stdout.buffer.write(b"\n" + line + b"\n")  # what was printed before has ended
                 sys.stdout.buffer.flush()
     except (_OrphanedError, BrokenPipeError):
         return

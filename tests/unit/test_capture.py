@@ -726,6 +726,20 @@ def test_an_object_that_gives_no_state_is_named() -> None:
         assert isinstance(caught.value.__cause__, RuntimeError)
 
 
+def test_state_of_a_parameter_that_was_taken_out_is_named() -> None:
+    """PyTorch says `KeyError: 140057004469504`."""
+    # case 45
+    module = nn.Linear(3, 2)
+    optimizer = torch.optim.Adam(module.parameters())
+    module(torch.ones(3)).sum().backward()
+    optimizer.step()
+    bias = optimizer.param_groups[0]["params"].pop()
+    with pytest.raises(StateError, match=r"of shape \[2\].*delete optimizer.state"):
+        take({"model": module, "optimizer": optimizer})
+    del optimizer.state[bias]
+    take({"model": module, "optimizer": optimizer})
+
+
 class Attributes(dict[str, Any]):
     """Whose items are its attributes, without an AttributeError for those that it lacks."""
 

@@ -90,6 +90,21 @@ def test_a_training_is_compacted_while_it_goes_on(tmp_path: Path) -> None:
     assert deltackpt.steps(tmp_path / "store")[-1] == training.number
 
 
+def test_what_python_prints_when_it_starts_is_no_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prevents: no compaction for the rest of a training, where a sitecustomize greets."""
+    (tmp_path / "sitecustomize.py").write_text("print('welcome\\nto the cluster', end='')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    training = Training(tmp_path, compact=Compact(interval=0.05, when_ratio=0.0, max_rate=None))
+    training.step()
+    training.until(
+        lambda: training.recorder.of(StoreCompacted) or training.recorder.of(CompactionFailed)
+    )
+    assert not training.recorder.of(CompactionFailed)
+    training.ckpt.close()
+
+
 def test_a_compacting_process_that_dies_is_told_and_training_goes_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -226,7 +241,7 @@ def test_the_job_tells_of_errors_and_tries_again(
     outcomes += [ConflictError("busy", kind="gc-busy"), StorageError("full", kind="no-space")]
     settings = msgspec.json.encode(compact_job.JobSettings(run="main", interval=0.0)).decode()
     compact_job.run_job(store.path, settings, os.getppid())
-    [line] = capfdbinary.readouterr().out.splitlines()
+    [line] = filter(None, capfdbinary.readouterr().out.splitlines())
     told = msgspec.json.decode(line, type=compact_job.Told)
     assert told.error is not None
     assert told.error["kind"] == "no-space"
