@@ -60,6 +60,8 @@ def sparse_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 def writable_layout(tensor: torch.Tensor) -> bool:
     """Whether no two elements of a dense tensor share memory (an expanded tensor's do)."""
+    if 0 in tensor.shape:
+        return True
     pairs = sorted(
         (stride, size)
         for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
@@ -221,7 +223,7 @@ def overwritten(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[int]
 
 
 def reach(tensor: torch.Tensor) -> int:
-    """Bytes from the first to past the last element."""
+    """Bytes from the first to past the last element of a tensor that has any."""
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     return (1 + sum((n - 1) * s for n, s in steps)) * tensor.element_size()
 

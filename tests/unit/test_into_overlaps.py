@@ -49,6 +49,12 @@ def hankel() -> dict[str, torch.Tensor]:
     return {"h": torch.arange(3999.0).as_strided((2000, 2000), (1, 1))}
 
 
+def expanded_without_elements() -> dict[str, torch.Tensor]:
+    """Of strides by which the last element would lie before the first."""
+    none = torch.arange(9.0)[:0]
+    return {"every other": none[::2].expand(4, 0), "nested": none[::3].expand(7, 5, 0)}
+
+
 OVERLAPPING = [
     hankel,
     windows, windows_and_base, conjugate_parts, transposed_with_gaps, unaligned,
@@ -58,7 +64,7 @@ OVERLAPPING = [
 
 @pytest.mark.parametrize("low_memory", [False, True])
 @pytest.mark.parametrize("separate", [False, True])
-@pytest.mark.parametrize("make", OVERLAPPING)
+@pytest.mark.parametrize("make", [*OVERLAPPING, expanded_without_elements])
 def test_any_overlap_takes_back_what_was_saved(
     keeper: Keeper, make: Callable[[], dict[str, torch.Tensor]], separate: bool, low_memory: bool
 ) -> None:
