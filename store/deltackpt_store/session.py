@@ -195,8 +195,7 @@ class RunWriter:
             layout = self._take_layout(begin)
             if begin.parent is not None:
                 self._lineage.restart(begin.parent)
-                with contextlib.suppress(NotFoundError):
-                    self._keep_alive(self._lineage.head)
+                self._keep_alive(self._lineage.head)
             begun = max((save.step for save in self._active.values()), default=None)
             self._lineage.check(begin.step, overwrite=begin.overwrite, begun=begun)
             source = self._relative(begin)
@@ -242,14 +241,30 @@ class RunWriter:
                 " to it",
                 kind="relative-unknown",
             )
-        commit = self._store.read_commit(*key)
-        self._keep_alive(commit)
-        snapshot = self._store.snapshot(commit)
+        commit, snapshot = self._read_step(key)
         table = ChunkTable.from_snapshot(snapshot, self._footers_of(snapshot))
         self._publisher.continue_from(commit, snapshot)
         self._small.next(snapshot.layout, snapshot.objects, snapshot.inline)
         self._keep_table(key, table)
         return table
+
+    def _read_step(self, key: tuple[str, int]) -> tuple[Commit, Snapshot]:
+        """The committed step of that run and number, held from here on.
+
+        StateError (kind ``collected``) when it is gone or damaged: no save can be relative to it.
+        """
+        try:
+            commit = self._store.read_commit(*key)
+            self._keep_alive(commit)
+            return commit, self._store.snapshot(commit)
+        except (NotFoundError, CorruptionError) as error:
+            raise StateError(
+                f"the step saved before, which this one builds upon, cannot be read any more:"
+                f" {error.message}",
+                kind="collected",
+                hint="save the step again: all of it is stored anew then",
+                run=key[0],
+            ) from error
 
     def _footers_of(self, snapshot: Snapshot) -> MemoryIndex:
         """Where the chunks of a step lie: footers, not the cache, say which pack holds what.
@@ -311,10 +326,16 @@ class RunWriter:
         return list({id(table): table for table in tables}.values())
 
     def _keep_alive(self, commit: Commit | None) -> None:
-        """Hold what training was restored from, until this session has a commit of its own."""
+        """Hold what training was restored from, until this session has a commit of its own.
+
+        It may have been taken off the list in the moment of the restore: then the trainer's own
+        hold keeps it, and what is built upon is claimed from a collection in any case.
+        """
         if commit is None:
             return
-        held = hold(self._store.io, self._store.path, commit)
+        held = None
+        with contextlib.suppress(NotFoundError):
+            held = hold(self._store.io, self._store.path, commit)
         self._release_hold()
         self._hold = held
 

@@ -13,9 +13,12 @@ import pytest
 import torch
 from deltackpt_store.errors import NotFoundError
 from deltackpt_store.fileio import FileIO
+from deltackpt_store.gc import collect
 from deltackpt_store.leases import held_commits
 from deltackpt_store.retention import Keep, apply
+from deltackpt_store.retention import retire as retire_all
 from deltackpt_store.store import Store
+from deltackpt_store.verify import verify
 from saving import Opener, Training, assert_same, steps
 
 import deltackpt
@@ -105,6 +108,28 @@ def test_what_training_continues_is_held_until_it_has_a_step_of_its_own(
     ckpt.close()
     assert not holds(path)
     assert retire(path) == [7]
+
+
+@pytest.mark.parametrize("run", ["main", "fork"])
+def test_training_goes_on_from_a_step_retired_in_the_moment_of_its_restore(
+    path: Path, opened: Opener, run: str
+) -> None:
+    """Who retired it (`retain`, `delete`) had looked for holds before: no save succeeded then."""
+    fill(opened)
+    training, store = Training(seed=5), Store.open(path)
+    ckpt = opened(training.objects, run=run)
+    assert ckpt.restore(run="main") is not None
+    retire_all(store, store.commits("main"))
+    assert [number for _, number in collect(store).commits] == [1, 2]
+    training.step()
+    ckpt.save(7).result(120)
+    collect(store)
+    training.step()
+    ckpt.save(8).result(120)
+    ckpt.close()
+    assert steps(path, run) == [7, 8]
+    assert_same(deltackpt.load(path, run=run), training.copy())
+    assert verify(store).ok
 
 
 def test_a_step_retired_just_before_it_is_held_is_passed_over(

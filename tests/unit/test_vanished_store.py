@@ -7,8 +7,10 @@ import contextlib
 import os
 import shutil
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 import pytest
@@ -24,10 +26,13 @@ from deltackpt_store.errors import (
 )
 from deltackpt_store.format_file import FORMAT_NAME, encode_format
 from deltackpt_store.gc import collect
+from deltackpt_store.names import number_name
 from deltackpt_store.retention import retire
+from deltackpt_store.run_deletion import delete_run
 from deltackpt_store.store import Store
 from deltackpt_store.store_writer import StoreWriter
 from deltackpt_store.verify import verify
+from processes import ended
 from toy_trainer import CHUNK, SEED, ToyTrainer, check_run
 
 import deltackpt
@@ -242,11 +247,11 @@ def test_a_store_that_a_newer_package_must_write(tmp_path: Path) -> None:
 class Trained:
     """A real training of three tensors: one changes at every step, one at step 4, one never."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, writer: Literal["process", "thread"] = "thread") -> None:
         self.path = path
         self.state = {"state": self._at(0)}
         self.checkpointer = deltackpt.Checkpointer(
-            path, self.state, rng=False, final=False, writer="thread"
+            path, self.state, rng=False, final=False, writer=writer
         )
 
     @staticmethod
@@ -319,3 +324,34 @@ def test_what_is_deleted_by_hand_is_stored_anew(trained: Trained, which: str) ->
     trained.save(6)
     assert trained.holds(6)
     assert 5 not in trained.checkpointer.steps() or trained.holds(5)
+
+
+@pytest.mark.parametrize("gone", ["run", "commit", "manifest"])
+def test_a_new_writer_stores_anew_what_it_cannot_build_upon(tmp_path: Path, gone: str) -> None:
+    """No save succeeded again after that: each was relative to the step that is gone."""
+    trained = Trained(tmp_path / "store", "process")
+    for step in (1, 2, 4):
+        trained.save(step)
+    client = trained.checkpointer._pipeline._link._client
+    assert client is not None
+    os.kill(client.writer_pid, signal.SIGKILL)
+    assert ended(client.writer_pid)
+    while client.alive:  # until that is noticed
+        time.sleep(0.01)
+    store = Store.open(trained.path)
+    if gone == "run":
+        delete_run(store, "main")
+        collect(store)
+    else:
+        name = {"commit": f"runs/main/{number_name(3)}",
+                "manifest": f"manifests/{store.head('main').manifest.hex()}"}[gone]  # fmt: skip
+        (trained.path / name).unlink()
+        (trained.path / name).write_bytes(b"damaged")
+    with pytest.raises(StateError, match="cannot be read any more") as caught:
+        trained.save(5)
+    assert caught.value.kind == "collected"
+    trained.save(6)
+    trained.save(7)
+    trained.checkpointer.close()
+    assert trained.holds(6)
+    assert trained.holds(7)
