@@ -19,6 +19,7 @@ from deltackpt_store.errors import (
     NotFoundError,
     StorageError,
     UnsupportedFormatError,
+    told,
 )
 from deltackpt_store.history import Damaged
 from deltackpt_store.leases import Hold, hold
@@ -76,14 +77,16 @@ def named_step(store: Store, run: object, step: int | None) -> tuple[str, int | 
     """
     if isinstance(run, int) and not isinstance(run, bool):
         raise InvalidInputError(
-            f"{run!r} cannot be the name of a run", option="run", hint=f"for a step: step={run}"
+            f"{told(run)} cannot be the name of a run",
+            option="run",
+            hint=f"for a step: step={told(run)}",
         )
     if not isinstance(run, str) or "@" not in run:
         store.check_spelling(check_name(cast("str", run), "run"))
         return cast("str", run), step
     if step is not None:
         raise InvalidInputError(
-            f"run={run!r} names a step, and so does step={step!r}",
+            f"run={told(run)} names a step, and so does step={told(step)}",
             option="step",
             hint="leave one of them out",
         )

@@ -15,7 +15,7 @@ from typing import IO, Any
 import msgspec
 from deltackpt_store.compact import CompactReport
 from deltackpt_store.compact_job import JobSettings, Told
-from deltackpt_store.errors import DeltackptError, InvalidInputError, WriterError, from_wire
+from deltackpt_store.errors import DeltackptError, InvalidInputError, WriterError, from_wire, told
 from deltackpt_store.launch import error_file, start_compactions
 
 from .events import CompactionFailed, StoreCompacted
@@ -52,17 +52,18 @@ class Compact:
                 continue
             if not is_number(value) or value < 0 or not (value or zero):
                 raise InvalidInputError(
-                    f"compact.{name} must be a {'' if zero else 'positive '}number, got {value!r}",
+                    f"compact.{name} must be a {'' if zero else 'positive '}number, got"
+                    f" {told(value)}",
                     option=f"compact.{name}",
                 )
         if self.min_live_share > 1:
             raise InvalidInputError(
-                f"compact.min_live_share is a share of at most 1, got {self.min_live_share!r}",
+                f"compact.min_live_share is a share of at most 1, got {told(self.min_live_share)}",
                 option="compact.min_live_share",
             )
         if self.every is not None and (not is_count(self.every) or self.every < 1):
             raise InvalidInputError(
-                f"compact.every must be a whole number of at least 1, got {self.every!r}",
+                f"compact.every must be a whole number of at least 1, got {told(self.every)}",
                 option="compact.every",
             )
 
@@ -74,7 +75,7 @@ def check_compact(value: Any) -> Compact | None:
     if isinstance(value, str) and value == "auto":
         return Compact()
     raise InvalidInputError(
-        f'compact must be "auto", Compact(...) or None, got {value!r}', option="compact"
+        f'compact must be "auto", Compact(...) or None, got {told(value)}', option="compact"
     )
 
 

@@ -20,7 +20,7 @@ from collections.abc import Iterable
 from typing import Protocol, runtime_checkable
 
 from deltackpt_store.compact_report import CompactReport
-from deltackpt_store.errors import DeltackptError, InvalidInputError
+from deltackpt_store.errors import DeltackptError, InvalidInputError, told
 
 from .report import SaveReport
 from .restore import Restored
@@ -128,7 +128,7 @@ class Observers:
             self._observers = tuple(observers)
         except TypeError as error:
             raise InvalidInputError(
-                f"observers must be a sequence of observers, got {observers!r}",
+                f"observers must be a sequence of observers, got {told(observers)}",
                 hint="write observers=[one]",
                 option="observers",
             ) from error

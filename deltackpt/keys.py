@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Literal, cast
 
-from deltackpt_store.errors import InvalidInputError, MismatchError
+from deltackpt_store.errors import InvalidInputError, MismatchError, told
 
 from .reading import shown
 
@@ -52,7 +52,8 @@ def check_key_map(key_map: object) -> None:
         if all(isinstance(old, str) and isinstance(new, str) for old, new in pairs):
             return
     raise InvalidInputError(
-        f'key_map must be "unwrap", a function or a mapping of str prefixes, not {key_map!r}',
+        'key_map must be "unwrap", a function or a mapping of str prefixes, not '
+        + told(cast("object", key_map)),
         option="key_map",
     )
 
@@ -115,7 +116,7 @@ def map_key(key_map: KeyMap | None, key: str) -> str:
         ) from error
     if not isinstance(mapped, str):
         raise InvalidInputError(
-            f"key_map returned {mapped!r} for {key!r}; it must return the key in the target",
+            f"key_map returned {told(mapped)} for {key!r}; it must return the key in the target",
             option="key_map",
             key=key,
         )

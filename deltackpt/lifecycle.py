@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any, Protocol
 
-from deltackpt_store.errors import InvalidInputError, StateError
+from deltackpt_store.errors import InvalidInputError, StateError, told
 
 _log = logging.getLogger("deltackpt.lifecycle")
 
@@ -138,7 +138,7 @@ def check_signals(signals: Any) -> tuple[int, ...]:
         numbers = tuple(int(number) for number in signals)
     except (TypeError, ValueError) as error:
         raise InvalidInputError(
-            f"save_on must be a sequence of signal numbers, got {signals!r}",
+            f"save_on must be a sequence of signal numbers, got {told(signals)}",
             hint="for example save_on=(signal.SIGTERM,)",
             option="save_on",
         ) from error

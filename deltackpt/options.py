@@ -8,7 +8,7 @@ from typing import Any, Literal, cast
 
 import torch
 from deltackpt_store.cores import usable_cores
-from deltackpt_store.errors import InvalidInputError, StateError
+from deltackpt_store.errors import InvalidInputError, StateError, told
 from deltackpt_store.names import check_name
 
 from .policy import DueFunction, Every, Keep, OnBusy, OnError, check_every, check_seconds, is_count
@@ -59,7 +59,7 @@ def check_options(
     """Make :class:`Options` of what a user wrote; `InvalidInputError` names the option."""
     if keep is not None and not isinstance(keep, Keep):
         raise InvalidInputError(
-            f"keep must be Keep(...) or None, got {keep!r}",
+            f"keep must be Keep(...) or None, got {told(keep)}",
             option="keep",
             hint="for example keep=Keep(last=5)",
         )
@@ -149,7 +149,7 @@ def _named(metrics: Any) -> Iterator[tuple[str, Any]]:
     if metrics is None:
         return
     if not isinstance(metrics, Mapping):
-        raise InvalidInputError(f"metrics must be a mapping, got {metrics!r}", option="metrics")
+        raise InvalidInputError(f"metrics must be a mapping, got {told(metrics)}", option="metrics")
     for name, value in entries_of(cast("Mapping[Any, Any]", metrics), "metrics").items():
         if not isinstance(name, str):
             raise InvalidInputError(f"metrics: the name {name!r} is no str", option="metrics")
@@ -183,13 +183,13 @@ def _number(name: str, value: Any) -> float:
 def _choice(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
     if not any(value is one or (isinstance(one, str) and value == one) for one in allowed):
         choices = ", ".join(repr(one) for one in allowed)
-        raise InvalidInputError(f"{name} must be one of {choices}, got {value!r}", option=name)
+        raise InvalidInputError(f"{name} must be one of {choices}, got {told(value)}", option=name)
 
 
 def _whole(name: str, value: Any, least: int, most: int) -> None:
     if not is_count(value) or not least <= value <= most:
         raise InvalidInputError(
-            f"{name} must be a whole number from {least} to {most}, got {value!r}", option=name
+            f"{name} must be a whole number from {least} to {most}, got {told(value)}", option=name
         )
 
 
@@ -198,7 +198,7 @@ def _check_chunk_bytes(value: Any) -> None:
     if not right or value % MIN_CHUNK_BYTES:
         raise InvalidInputError(
             f"chunk_bytes must be a multiple of {MIN_CHUNK_BYTES} from {MIN_CHUNK_BYTES} to "
-            f"{MAX_CHUNK_BYTES}, got {value!r}",
+            f"{MAX_CHUNK_BYTES}, got {told(value)}",
             hint="the default of 512 KiB suits most states; 16 KiB suits sparse embeddings",
             option="chunk_bytes",
         )

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Literal, Self, TypeVar, cast
 
-from deltackpt_store.errors import DeltackptError, InvalidInputError
+from deltackpt_store.errors import DeltackptError, InvalidInputError, told
 
 OnBusy = Literal["wait", "skip", "coalesce"]
 OnError = Literal["raise", "warn"]
@@ -50,7 +50,8 @@ def check_seconds(option: str, value: Any, *, zero: bool = True) -> float:
     if not number or not value >= 0 or (value == 0 and not zero):
         least = "of at least 0" if zero else "larger than 0"
         raise InvalidInputError(
-            f"{option} must be a number of seconds {least}, or None for no limit, got {value!r}",
+            f"{option} must be a number of seconds {least}, or None for no limit, got"
+            f" {told(value)}",
             option=option,
         )
     return float(min(value, NO_LIMIT))
@@ -62,7 +63,9 @@ def _positive(option: str, value: Any, *, whole: bool) -> None:
     right = (is_count(value) if whole else is_number(value)) and value > 0
     if not right:
         kind = "a whole number of at least 1" if whole else "a positive number"
-        raise InvalidInputError(f"{option} must be {kind} or None, got {value!r}", option=option)
+        raise InvalidInputError(
+            f"{option} must be {kind} or None, got {told(value)}", option=option
+        )
 
 
 def _by_name(cls: type[T], values: tuple[object, ...], example: str) -> T:
@@ -145,7 +148,7 @@ class Keep:
         named = len(parts) == 2 and isinstance(parts[0], str) and bool(parts[0])
         if not (named and parts[1] in ("min", "max")):
             raise InvalidInputError(
-                f'keep.best must be a metric name or (name, "min" | "max"), got {best!r}',
+                f'keep.best must be a metric name or (name, "min" | "max"), got {told(self.best)}',
                 option="keep.best",
                 hint='for example best="loss", or best=("accuracy", "max")',
             )
@@ -169,7 +172,7 @@ def check_every(value: Any) -> Every | DueFunction | None:
     if callable(value) and not inspect.isclass(value):
         return cast(DueFunction, value)
     raise InvalidInputError(
-        f"every must be an int, Every(...), a callable or None, got {value!r}",
+        f"every must be an int, Every(...), a callable or None, got {told(value)}",
         option="every",
         hint="for example every=50, every=Every(seconds=300), or a function of the step",
     )

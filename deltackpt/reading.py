@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
-from deltackpt_store.errors import CorruptionError, DeltackptError, InvalidInputError
+from deltackpt_store.errors import CorruptionError, DeltackptError, InvalidInputError, told
 from deltackpt_store.fetch import Request
 from deltackpt_store.manifest import Commit, TensorView
 from deltackpt_store.oserror import DAMAGE
@@ -203,7 +203,7 @@ def patterns(only: str | Iterable[str]) -> list[str]:
         globs = []
     if not globs or not all(isinstance(glob, str) for glob in globs):
         raise InvalidInputError(
-            f"only must be a glob or a list of globs over paths, not {only!r}",
+            f"only must be a glob or a list of globs over paths, not {told(only)}",
             option="only",
             hint='for example only="model/*"',
         )

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, cast
 
 from blake3 import blake3
-from deltackpt_store.errors import DeltackptError, InvalidInputError
+from deltackpt_store.errors import DeltackptError, InvalidInputError, told
 from deltackpt_store.repair import RepairReport
 from deltackpt_store.repair import repair as repair_store
 from deltackpt_store.settling import ACK_SECONDS
@@ -63,7 +63,7 @@ def _checked(sources: Any) -> list[Any]:
         if all(isinstance(one, (Store, str, os.PathLike)) for one in found):
             return found
     raise InvalidInputError(
-        f"sources must be a sequence of stores, got {sources!r}",
+        "sources must be a sequence of stores, got " + told(cast("object", sources)),
         option="sources",
         hint="write sources=[one]",
     )

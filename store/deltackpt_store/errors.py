@@ -155,3 +155,18 @@ def from_wire(data: dict[str, Any]) -> DeltackptError:
     cls = _BY_NAME.get(str(data.get("type")), DeltackptError)
     return cls(str(data.get("message")), kind=data.get("kind"), hint=data.get("hint"),
                **dict(data.get("context") or {}))  # fmt: skip
+
+
+def told(value: object) -> str:
+    """`value` as a message shows it: as Python writes it, not too long, and in any case.
+
+    Python does not write integers of more than 4300 digits, and an object may refuse.
+    """
+    try:
+        text = repr(value)
+    except Exception:
+        return f"something of type {type(value).__name__}"
+    return text if len(text) <= _MOST_TOLD else f"{text[:_MOST_TOLD]}..."
+
+
+_MOST_TOLD = 500

@@ -12,7 +12,7 @@ import re
 from collections.abc import Collection, Iterable
 from typing import Any, NamedTuple
 
-from deltackpt_store.errors import ConflictError, InvalidInputError
+from deltackpt_store.errors import ConflictError, InvalidInputError, told
 
 NUMBER_DIGITS = 20
 MAX_NUMBER = 10**18
@@ -42,11 +42,11 @@ def check_name(name: str, what: str) -> str:
     """Return `name` when it may be a run or pin name (`what` says which in the error)."""
     if not isinstance(name, str) or not is_name(name):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InvalidInputError(
-            f"{name!r} cannot be the name of a {what}",
+            f"{told(name)} cannot be the name of a {what}",
             kind="bad-name",
             hint=f"{_without_step(name)}use 1 to 100 of A-Z a-z 0-9 . _ - and do not start with"
             " '.' or '-'",
-            name=str(name),
+            name=name if isinstance(name, str) else told(name),  # pyright: ignore[reportUnnecessaryIsInstance]
         )
     return name
 
@@ -76,7 +76,7 @@ def check_step(step: Any) -> int:
         )
     if number is None or number < 0:
         raise InvalidInputError(
-            f"step must be a whole number of 0 or more, got {step!r}",
+            f"step must be a whole number of 0 or more, got {told(step)}",
             hint=_as_number(step),
             option="step",
         )
@@ -167,6 +167,14 @@ class StepName(NamedTuple):
 
 def parse_step_name(text: str) -> StepName:
     """Split a step name; InvalidInputError says which forms exist."""
+    if not isinstance(text, str):  # pyright: ignore[reportUnnecessaryIsInstance] - a user's
+        raise InvalidInputError(
+            f"a step is named by a str, got {told(text)}",
+            kind="bad-step-name",
+            hint=f"write '@{told(text)}', or 'RUN@{told(text)}'"
+            if type(text) is int
+            else "write '@STEP'",
+        )
     if text == LATEST:
         return StepName(None, None, None)
     run, at, step = text.rpartition("@")
@@ -178,7 +186,7 @@ def parse_step_name(text: str) -> StepName:
         if _STEP.match(step):
             return StepName(run or None, int(step), None)
     raise InvalidInputError(
-        f"{text!r} does not name a step",
+        f"{told(text)} does not name a step",
         kind="bad-step-name",
         hint="write RUN@STEP, @STEP, RUN@latest, latest, a run or a pin",
         name=text,

@@ -74,7 +74,7 @@ from deltackpt_store.settling import (
     patience,
     settle,
 )
-from deltackpt_store.store import Store
+from deltackpt_store.store import Store, absolute_path
 from deltackpt_store.store_locks import collection_lock
 from deltackpt_store.verify import Finding, verify
 
@@ -155,7 +155,7 @@ def repair(
         else:
             chunks.append(source)
     io = store.io if isinstance(store, Store) else FileIO()
-    root = store.path if isinstance(store, Store) else os.path.realpath(store)
+    root = store.path if isinstance(store, Store) else absolute_path(store)
     others = [other for other in others if other.path != root]
     try:
         _check_is_store(io, root)

@@ -23,6 +23,7 @@ from deltackpt_store.errors import (
     InvalidInputError,
     NotFoundError,
     UnsupportedFormatError,
+    told,
 )
 from deltackpt_store.fileio import FileIO, refuse_link
 from deltackpt_store.history import Commits
@@ -68,12 +69,13 @@ class Keep(msgspec.Struct, frozen=True, kw_only=True):
             if not right or isinstance(value, bool) or not 0 < value < math.inf:
                 kind = "a whole number of at least 1" if whole else "a positive number"
                 raise InvalidInputError(
-                    f"keep.{name} must be {kind}, not {value!r}", option=f"keep.{name}"
+                    f"keep.{name} must be {kind}, not {told(value)}", option=f"keep.{name}"
                 )
         best: Any = self.best
         if best is not None and not (best[0] and best[1] in ("min", "max")):
             raise InvalidInputError(
-                f'keep.best must be a metric and "min" or "max", not {best!r}', option="keep.best"
+                f'keep.best must be a metric and "min" or "max", not {told(best)}',
+                option="keep.best",
             )
 
     @property

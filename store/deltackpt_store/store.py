@@ -22,6 +22,7 @@ from deltackpt_store.errors import (
     NotFoundError,
     StorageError,
     UnsupportedFormatError,
+    told,
 )
 from deltackpt_store.fileio import (
     TEMPORARY_PREFIX,
@@ -94,7 +95,7 @@ class Store(History):
         newer than this package, CorruptionError when FORMAT is damaged, StorageError otherwise.
         """
         io = io or FileIO()
-        where = _absolute(path)
+        where = absolute_path(path)
         description = _read_format(io, where)
         if description is None:
             raise not_a_store(io, where)
@@ -121,7 +122,7 @@ class Store(History):
         StorageError (kind ``location``) when something vital does not work there.
         """
         io = io or FileIO()
-        where = _absolute(path)
+        where = absolute_path(path)
         _check_mode(mode)
         try:
             return cls(where, io, _create(io, where, exist_ok, mode))
@@ -233,7 +234,8 @@ class Store(History):
         self.reader().read([(chunk_id, memoryview(buffer))])
 
 
-def _absolute(path: str | os.PathLike[str]) -> str:
+def absolute_path(path: str | os.PathLike[str]) -> str:
+    """The path of a store from the root; InvalidInputError (kind "bad-path") for what is none."""
     try:
         text = os.fsdecode(path)
         usable = bool(text) and b"\0" not in os.fsencode(text)
@@ -241,7 +243,7 @@ def _absolute(path: str | os.PathLike[str]) -> str:
         text, usable = str(path), False
     except TypeError as error:
         raise InvalidInputError(
-            f"the path of a store must be a str or a path, got {path!r}", kind="bad-path"
+            f"the path of a store must be a str or a path, got {told(path)}", kind="bad-path"
         ) from error
     if usable and _URL.match(text):
         raise InvalidInputError(

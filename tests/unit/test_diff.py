@@ -255,3 +255,12 @@ def test_dataframe(small: SmallStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "pandas", None)
     with pytest.raises(InvalidInputError, match="pip install pandas"):
         result.to_dataframe()
+
+
+@pytest.mark.parametrize("step", [5, None, 1.5, []])
+def test_a_step_that_is_no_name_is_told_how_one_is_written(small: SmallStore, step: Any) -> None:
+    """As `deltackpt.load` takes a number, one may try it here: `AttributeError: rpartition`."""
+    small.save("main", 1, {"w": pattern(4)})
+    with pytest.raises(InvalidInputError, match="named by a str") as caught:
+        diff(small.path, step, "main@1")
+    assert "@" in str(caught.value.hint)

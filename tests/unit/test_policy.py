@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import deltackpt_store
 import numpy as np
 import pytest
 import torch
@@ -209,3 +210,22 @@ def test_steps_and_metrics_are_plain_numbers() -> None:
                 {"a\ud800": 1.0}):  # fmt: skip
         with pytest.raises(InvalidInputError, match="metrics"):
             check_metrics(bad)
+
+
+class Mute:
+    def __repr__(self) -> str:
+        raise ValueError("says nothing")
+
+
+@pytest.mark.parametrize("value", [10**5000, Mute(), ["x" * 10**6]], ids=["huge", "mute", "long"])
+def test_values_that_cannot_be_shown_are_refused_like_others(tmp_path: Path, value: Any) -> None:
+    """Prevents: the traceback of a message, or one of a million characters."""
+    store = deltackpt_store.Store.create(tmp_path / "store")
+    names = ("every", "keep", "threads", "chunk_bytes", "ring_bytes", "save_on", "compact", "run")
+    for name in names:
+        with pytest.raises(InvalidInputError) as caught:
+            deltackpt.Checkpointer(tmp_path, {"a": 1}, **{name: value})
+        assert len(str(caught.value)) < 1000
+    for arguments in ({"key_map": value}, {"run": value}, {"strict": value}, {"step": value}):
+        with pytest.raises(InvalidInputError):
+            deltackpt.restore_into(store, {"a": 1}, **arguments)

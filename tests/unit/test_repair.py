@@ -17,7 +17,13 @@ from blake3 import blake3
 from coded import Blob, write_pack
 from deltackpt_store import repair as module
 from deltackpt_store.codecs import RAW, SPARSE
-from deltackpt_store.errors import ConflictError, CorruptionError, NotFoundError, StorageError
+from deltackpt_store.errors import (
+    ConflictError,
+    CorruptionError,
+    InvalidInputError,
+    NotFoundError,
+    StorageError,
+)
 from deltackpt_store.fileio import FileIO
 from deltackpt_store.gc import collect
 from deltackpt_store.index import list_packs, refresh
@@ -634,3 +640,10 @@ def test_what_cannot_be_read_for_now_is_not_moved_away(
         path for path in before if "gc" not in path.parts
     ]
     check_everything(store, [commit])
+
+
+@pytest.mark.parametrize("path", [5, "", "\0", "a\ud800", [], "s3://bucket/store"])
+def test_what_can_be_no_path_is_refused(path: Any) -> None:
+    with pytest.raises(InvalidInputError) as caught:
+        module.repair(path)
+    assert caught.value.kind == "bad-path"

@@ -17,7 +17,7 @@ StepLike = Commit | str
 
 def as_store(store: StoreLike) -> Store:
     """`store` itself, or the store at that path (NotFoundError, kind "not-a-store")."""
-    return store if isinstance(store, Store) else open_store(os.fspath(store))
+    return store if isinstance(store, Store) else open_store(store)
 
 
 def as_commit(store: Store, step: StepLike) -> Commit:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 
 from deltackpt_store.errors import CorruptionError, DeltackptError, NotFoundError
 from deltackpt_store.manifest import Commit
@@ -11,7 +12,7 @@ from deltackpt_store.store import Store
 SHORT_DIGEST = 12  # hex digits that stand for a digest in text
 
 
-def open_store(path: str) -> Store:
+def open_store(path: str | os.PathLike[str]) -> Store:
     """The store at `path`, which must be one (exit code 10 otherwise). Never writes.
 
     Damage that the store logs while reading is reported by the commands themselves.
