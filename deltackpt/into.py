@@ -20,6 +20,7 @@ from deltackpt_store.values import MAX_DEPTH
 from torch import nn
 from torch.optim import Optimizer
 
+from .array_overlaps import conflicting
 from .copying import overwritten, writable_layout
 from .fixed_memory import FixedMemory
 from .keys import KeyMap, check_matched, map_key, of_module, unwrapped
@@ -252,12 +253,33 @@ class Plan:
         """Check what only values can tell. Raises `MismatchError`; nothing has been changed."""
         for group in self._unsure:
             self._untie(group, memory)
+        self._set_arrays_apart(built, memory)
         for target in self._targets():
             state = descend(built, target.keys)
             if state is not ABSENT:
                 target.inspect(state, self.report)
         self._refuse_nothing()
         self.report.check(self.step, strict=self._strict)
+
+    def _set_arrays_apart(self, built: Any, memory: Memory) -> None:
+        """Have arrays replaced that share memory in a way in which what was saved does not fit."""
+        arrays: list[tuple[Any, Any]] = []
+        for _, target in self._plain:
+            state = descend(built, target.keys)
+            if state is not ABSENT:
+                arrays += target.arrays(state)
+        if not arrays:
+            return
+        views = self.step.views
+        tensors = [
+            (live, rebuild(views[slot], memory[views[slot].extent])
+             if views[slot].extent in memory else None)
+            for target in self._targets()
+            for slot, live in target.goals().items()
+        ]  # fmt: skip
+        apart = conflicting(arrays, tensors)
+        for _, target in self._plain:
+            target.apart = apart
 
     def apply(self, built: Any, *, undo: bool) -> dict[Any, Any]:
         """Put the state into the live objects; returns the top-level values that were replaced.

@@ -3,7 +3,8 @@
 The checkpoint says what exists. Dicts, lists and deques of the target are changed in place to hold
 exactly the saved entries, in the saved order; entries that the checkpoint lacks are removed. A
 tensor (or NumPy array) that is there with the saved dtype and shape is written in place, so that
-other references to it see the restored values. Everything else is replaced by a new value. What
+other references to it see the restored values; an array whose memory cannot hold them, as others
+have it too, is replaced. Everything else is replaced by a new value. What
 cannot change in place (a number, a tuple, a set, a dict where an OrderedDict was saved, ...) is
 replaced in the container that holds it.
 
@@ -15,7 +16,7 @@ optimizers, ...) stay.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -109,6 +110,8 @@ class PlainTarget:
         self._tensors = 0  # in the target
         self._met = 0  # of them, those for which the checkpoint has something
         self._actions: list[Callable[[], None]] = []
+        self.apart: frozenset[int] = frozenset()
+        """Ids of arrays that are replaced: their memory cannot hold all that belongs there."""
 
     # looking -------------------------------------------------------------------------------
 
@@ -210,6 +213,10 @@ class PlainTarget:
     def leave(self, slot: int) -> None:
         self._left.add(self._goal_paths[slot])
 
+    def arrays(self, state: Any) -> list[tuple[Any, Any]]:
+        """Live arrays that can be written in place, with what is to be written there."""
+        return list(_arrays(self._value, state)) if self._node is not None else []
+
     def inspect(self, state: Any, report: Report) -> None:
         """Work out what :meth:`apply` will do; nothing is changed yet."""
         self._actions = []
@@ -226,8 +233,7 @@ class PlainTarget:
         if is_a(value, torch.Tensor):
             return self._merge_tensor(value, saved, path, report, expanded)
         if is_a(value, np.ndarray) and is_a(saved, np.ndarray):
-            same = (value.dtype, value.shape) == (saved.dtype, saved.shape)
-            if same and value.flags.writeable and not value.dtype.hasobject:
+            if _takes(value, saved) and id(value) not in self.apart:
                 self._actions.append(lambda: np.copyto(_raw(value), _raw(saved)))
                 return value
             return saved
@@ -304,6 +310,23 @@ class PlainTarget:
 
     def rollback(self) -> None:
         pass
+
+
+def _takes(value: Any, saved: Any) -> bool:
+    """Whether one array can be copied into another."""
+    same = (value.dtype, value.shape) == (saved.dtype, saved.shape)
+    return same and value.flags.writeable and not value.dtype.hasobject
+
+
+def _arrays(value: Any, saved: Any) -> Iterator[tuple[Any, Any]]:
+    if is_a(value, np.ndarray) and is_a(saved, np.ndarray):
+        if _takes(value, saved):
+            yield value, saved
+    elif not is_stateful(value) and not is_a(value, torch.Tensor):
+        old, new = items_of(value) or {}, items_of(saved) or {}
+        for key, item in new.items():
+            if key in old:
+                yield from _arrays(old[key], item)
 
 
 def _raw(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
