@@ -333,9 +333,10 @@ class RunWriter:
         """
         if commit is None:
             return
-        held = None
-        with contextlib.suppress(NotFoundError):
+        try:
             held = hold(self._store.io, self._store.path, commit)
+        except NotFoundError:
+            return
         self._release_hold()
         self._hold = held
 
