@@ -8,7 +8,6 @@ again, and a failed save is never what a later one refers to.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import time
