@@ -56,10 +56,7 @@ class _Plan:
         for view in layout.tensors:
             views[view.slot] = view
         self.views = views
-        self.headers = [
-            _OBJECT if view is None else tensor_header(view, layout.extents[view.extent])
-            for view in views
-        ]
+        self.headers = _headers(views, layout.extents)
         self.extents = [None if view is None else view.extent for view in views]
         self.entries = _entries(map(str.encode, layout.paths), self.extents)
         self.kept: list[tuple[object, bytes]] = [(None, b"")] * count
@@ -108,6 +105,27 @@ def tensor_digest(snapshot: Snapshot, slot: int) -> bytes:
     if plan.views[slot] is None:
         raise IndexError(f"slot {slot} holds no tensor")
     return plan.digest(snapshot, slot)
+
+
+def _headers(views: Iterable[TensorView | None], extents: Sequence[ExtentSpec]) -> list[bytes]:
+    """What precedes the content of each leaf in its hash; one object for all that are alike."""
+    known: dict[tuple[object, ...], bytes] = {}
+    out: list[bytes] = []
+    for view in views:
+        if view is None:
+            out.append(_OBJECT)
+            continue
+        spec = extents[view.extent]
+        look = (
+            view.dtype, view.shape, view.stride, view.offset, view.conj, view.neg, view.parameter,
+            view.requires_grad, view.global_shape, view.shard_offsets, spec.nbytes,
+            spec.chunk_bytes,
+        )  # fmt: skip
+        header = known.get(look)
+        if header is None:
+            header = known[look] = tensor_header(view, spec)
+        out.append(header)
+    return out
 
 
 def _entries(paths: Iterable[bytes], extents: Iterable[int | None]) -> list[bytes]:
