@@ -16,7 +16,7 @@ from .policy import DueFunction, Every, Keep, OnBusy, OnError, check_every, chec
 CHUNK_BYTES = 512 * 1024
 MIN_CHUNK_BYTES = 1024
 MAX_CHUNK_BYTES = 16 * 1024 * 1024
-SLOT_BYTES = 4 * 1024 * 1024
+SLOT_BYTES = 8 * 1024 * 1024
 CODECS = ("auto", "fast", "small", "none")
 
 _PAGE = 4096
