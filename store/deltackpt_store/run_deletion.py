@@ -77,7 +77,8 @@ def _plan(store: Store, run: str) -> DeletionPlan:
         raise ConflictError(
             f"a step of run {run!r} is being read, or trained from: nothing is taken off its list",
             kind="held",
-            hint="end what reads it (a training that was restored from it and has not saved yet)",
+            hint="wait for what reads it (a compaction, an export), or end it (a training that was"
+            " restored from it and has not saved yet)",
             run=run,
         )
     steps = {commit.number: commit.step for commit in store.commits(run)}
