@@ -28,6 +28,7 @@ from deltackpt.cuda.split import SplitStager, stager_for
 from deltackpt.cuda.stager import DeviceStager
 from deltackpt.cuda.table import ChunkTable, list_bytes
 from deltackpt.extents import Source
+from deltackpt.options import SLOT_BYTES
 from deltackpt.report import DeviceFigures, SaveProgress
 from deltackpt.stage import HostStager, Job
 
@@ -333,7 +334,7 @@ def test_figures_are_those_of_the_memory_model(tmp_path: Path, monkeypatch: Any)
     assert a > 65536
 
     entries = 16 << (table.count - 1).bit_length()
-    slot = 4 << 20
+    slot = SLOT_BYTES
     held = DeviceFigures(
         *expected,
         device_bytes=32 * table.count + table.scratch_bytes + 1600 + entries + slot,
