@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from .copying import bits, plain_bits, reach
+from .spans import clusters
 
 Array = np.ndarray[Any, Any]
 
@@ -65,14 +66,11 @@ def _region(live: Array, source: Array | None, *, array: bool) -> _Region:
 
 def _groups(regions: list[_Region]) -> list[list[_Region]]:
     """Regions that may share bytes, directly or through others, as far as an array is concerned."""
-    groups: list[list[_Region]] = []
-    reach = 0
-    for region in sorted(regions, key=lambda r: r[:2]):
-        if groups and region.start < reach:
-            groups[-1].append(region)
-        else:
-            groups.append([region])
-        reach = max(reach, region.end)
+    if not regions:
+        return []
+    found = clusters(np.array([r.start for r in regions]), np.array([r.end for r in regions]))
+    parts: list[list[int]] = [p.tolist() for p in np.split(found.order, found.begins[1:])]
+    groups = [[regions[i] for i in part] for part in parts]
     return [
         group
         for group in groups

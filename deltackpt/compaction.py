@@ -174,11 +174,11 @@ class Compactions:
             for line in lines:
                 if not line.startswith(b"{"):  # of a sitecustomize, which may print what it likes
                     continue
-                told = msgspec.json.decode(line, type=Told)
-                if told.report is not None:
-                    self._deliver(told.report)
-                elif told.error is not None:
-                    self._deliver(from_wire(told.error))
+                message = msgspec.json.decode(line, type=Told)
+                if message.report is not None:
+                    self._deliver(message.report)
+                elif message.error is not None:
+                    self._deliver(from_wire(message.error))
 
     def _deliver(self, outcome: CompactReport | DeltackptError) -> None:
         if isinstance(outcome, DeltackptError):

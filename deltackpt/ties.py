@@ -10,6 +10,7 @@ import torch
 from deltackpt_store.manifest import TensorView
 from deltackpt_store.merkle import tensor_digest
 
+from .copying import reach
 from .reading import Step
 from .spans import Span, cut, span
 
@@ -62,12 +63,12 @@ def _look(step: Step, region: _Region) -> tuple[Any, ...]:
 def _sharing(regions: Iterable[_Region]) -> Iterator[list[_Region]]:
     """`regions`, which are in order, apart where no memory is shared between them for certain."""
     cluster: list[_Region] = []
-    reach = 0
+    end = 0
     for region in regions:
-        if cluster and (region.device != cluster[0].device or region.start >= reach):
+        if cluster and (region.device != cluster[0].device or region.start >= end):
             yield from _parts(cluster)
             cluster = []
-        reach = max(reach, region.end) if cluster else region.end
+        end = max(end, region.end) if cluster else region.end
         cluster.append(region)
     yield from _parts(cluster)
 
@@ -126,10 +127,8 @@ def _span(t: torch.Tensor) -> Span:
 
 
 def _region(slot: int, tensor: torch.Tensor) -> _Region:
-    reach = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
     start = tensor.data_ptr()
-    end = start + reach * tensor.element_size()
-    return _Region(str(tensor.device), start, end, slot, tensor)
+    return _Region(str(tensor.device), start, start + reach(tensor), slot, tensor)
 
 
 def _same_place(a: torch.Tensor, b: torch.Tensor) -> bool:

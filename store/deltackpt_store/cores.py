@@ -20,7 +20,7 @@ def usable_cores() -> int:
         cores = len(os.sched_getaffinity(0))
     else:
         cores = os.cpu_count() or 1
-    return max(1, min(cores, math.ceil(min(_quota(), cores))))
+    return max(1, math.ceil(min(_quota(), cores)))
 
 
 def _quota() -> float:

@@ -169,9 +169,6 @@ class Crew:
                 encode_helper.run(theirs, ring, arena, area, writer)
         self._helpers.append(_Helper(pid, ours, arena, area))
 
-    def __len__(self) -> int:
-        return len(self._helpers)
-
     def piece(self, raw: memoryview) -> Piece | None:
         """Where in the ring the bytes lie; None when they do not."""
         at = _address(raw) - self._ring_at
@@ -223,7 +220,7 @@ class Crew:
             self._hand_out(self._later, spare=0)
 
     def _hand_out(self, run: Run[Any], spare: int = 1) -> None:
-        """Give helpers the tasks that come first, as long as there are others to do here.
+        """Give helpers the tasks that come first, but for `spare`, which are left to this process.
 
         Many at first, then fewer, so that all are ready at about the same time.
         """

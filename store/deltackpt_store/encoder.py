@@ -59,9 +59,9 @@ class Job(NamedTuple):
 class Encoder:
     """Policy and references of one store writer. Used by one thread.
 
-    Chunks that lie in the ring of `crew` are shared with it. Memory: for the
-    batch at hand its encoded form and its references. `seconds` is the wall time spent, `raw_bytes`
-    what was encoded in it.
+    Chunks that lie in the ring of `crew` are shared with it. Memory: for the batch at hand its
+    encoded form and its references. `seconds` is the wall time spent, `raw_bytes` what was encoded
+    in it.
     """
 
     def __init__(

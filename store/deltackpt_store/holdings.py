@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from deltackpt_store.codecs import RAW, Encoded
+from deltackpt_store.codecs import Encoded
 from deltackpt_store.confirm import Confirmer
 from deltackpt_store.errors import DeltackptError
 from deltackpt_store.fetch import MAX_DEPTH
@@ -24,9 +24,9 @@ class Put(NamedTuple):
     id: bytes
     pack: str
     written: int
-    codec: int = RAW
-    refs: tuple[bytes, ...] = ()
-    packs: tuple[str, ...] = ()
+    codec: int
+    refs: tuple[bytes, ...]
+    packs: tuple[str, ...]
 
 
 class Holdings:
