@@ -199,6 +199,6 @@ def _check_chunk_bytes(value: Any) -> None:
         raise InvalidInputError(
             f"chunk_bytes must be a multiple of {MIN_CHUNK_BYTES} from {MIN_CHUNK_BYTES} to "
             f"{MAX_CHUNK_BYTES}, got {told(value)}",
-            hint="the default of 512 KiB suits most states; 16 KiB suits sparse embeddings",
+            hint="the default of 512 KiB suits most states; 64 KiB suits sparse embeddings",
             option="chunk_bytes",
         )
