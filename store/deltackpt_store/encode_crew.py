@@ -48,6 +48,7 @@ PATIENCE_SECONDS = 10.0
 """A helper that has jobs and says nothing for so long is given up; a job takes a millisecond."""
 
 _AHEAD = 2  # messages that a helper has at a time, so that it need not wait for the next
+_AREAS = 2 * _AHEAD  # parts of its arena: as many again are being dealt with
 _END_SECONDS = 1.0
 
 
@@ -63,8 +64,29 @@ class Task(Protocol[_R_co]):
         ...
 
     def done(self, reply: Any, payload: memoryview) -> _R_co:
-        """The result from a helper's reply to `job`; `payload` is only lent, and longer."""
+        """The result from a helper's reply to `job`. It may refer to `payload`, which stays as it
+        is until the next result is asked for."""
         ...
+
+
+class _Area:
+    """A part of a helper's arena, for the payloads of one message. It goes back to the `free` ones
+    when nothing is lent of it any more."""
+
+    def __init__(self, number: int, memory: memoryview, free: deque[_Area]) -> None:
+        self.number = number
+        self.memory = memory
+        self._free = free
+        self._lent = 0
+        free.append(self)
+
+    def lend(self, count: int) -> None:
+        self._lent = count
+        if not count:
+            self._free.append(self)
+
+    def give_back(self) -> None:
+        self.lend(self._lent - 1)
 
 
 class Run(Generic[_R]):
@@ -73,16 +95,35 @@ class Run(Generic[_R]):
     def __init__(self, tasks: Sequence[Task[_R]], team: list[_Helper]) -> None:
         self.tasks = tasks
         self.team = team
-        self.results: dict[int, _R] = {}
+        self.results: dict[int, tuple[_R, _Area | None]] = {}  # and what they are lent of
         self.shared = deque(range(len(tasks)))  # nobody has begun with these
         self.own = deque[int]()  # left to this process
+        self.given_up = False
+
+    def take(self, number: int) -> Iterator[_R]:
+        """The result of one task, which must be there."""
+        result, area = self.results.pop(number)
+        try:
+            yield result
+        finally:
+            if area is not None:
+                area.give_back()
+
+    def give_up(self) -> None:
+        """Nobody asks for results any more."""
+        self.given_up = True
+        for _, area in self.results.values():
+            if area is not None:
+                area.give_back()
+        self.results.clear()
 
 
 class _Given(NamedTuple):
-    """What a message asks a helper for."""
+    """What a message asks a helper for, and where payloads go."""
 
     run: Run[Any]
     tasks: list[int]
+    area: _Area
 
 
 class _Helper:
@@ -92,30 +133,31 @@ class _Helper:
         self.pid = pid
         self.sock = sock
         self.given: deque[_Given] = deque()
-        self.area = area
-        """Bytes that the payloads of one message may have."""
-        self._areas = deque(arena[at : at + area] for at in range(0, len(arena), area))
+        self.areas = deque[_Area]()
+        """Those that are free."""
+        for number in range(_AREAS):
+            _Area(number, arena[number * area : (number + 1) * area], self.areas)
+        self._room = memoryview(bytearray(MESSAGE_BYTES))
 
     def give(self, message: Message, given: _Given) -> None:
         """OSError when it is not there any more."""
         self.given.append(given)
-        self.sock.send(message.encoded(), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+        data = message.encoded(given.area.number)
+        self.sock.send(data, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 
-    def replies(self) -> tuple[_Given, list[Reply], memoryview] | None:
-        """The next replies, to what, and their payloads; None when there are none yet.
+    def replies(self) -> tuple[_Given, list[Reply]] | None:
+        """The next replies, and to what; None when there are none yet.
 
         Raises OSError and msgspec's errors when there will be no more.
         """
         try:
-            data = self.sock.recv(MESSAGE_BYTES, socket.MSG_DONTWAIT)
+            size = self.sock.recv_into(self._room, 0, socket.MSG_DONTWAIT)
         except BlockingIOError:
             return None
-        if not data:
+        if not size:
             raise ConnectionError("it has ended")
-        replies = encode_helper.decode_replies(data)
-        area = self._areas[0]
-        self._areas.rotate(-1)
-        return self.given.popleft(), replies, area
+        replies = encode_helper.decode_replies(self._room[:size])
+        return self.given.popleft(), replies
 
     def kill(self) -> None:
         self.sock.close()
@@ -156,7 +198,7 @@ class Crew:
 
     def _hire_one(self, ring: Ring) -> None:
         area = ring.slot_bytes  # no chunk is larger; it takes memory where it is used
-        arena = memoryview(mmap.mmap(-1, _AHEAD * area))
+        arena = memoryview(mmap.mmap(-1, _AREAS * area))
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         writer = os.getpid()
         with theirs:
@@ -194,21 +236,24 @@ class Crew:
         """
         if run is self._later:
             self._later = None
-        for number in range(len(run.tasks)):
-            self._exchange(run)
-            while number not in run.results:
-                if run.own:
-                    self._do(run, run.own.popleft())
-                elif run.shared:
-                    given = run.shared[0] != number
-                    self._do(run, run.shared.pop() if given else run.shared.popleft())
-                else:
-                    self._wait(run)
+        try:
+            for number in range(len(run.tasks)):
                 self._exchange(run)
-            yield run.results.pop(number)
+                while number not in run.results:
+                    if run.own:
+                        self._do(run, run.own.popleft())
+                    elif run.shared:
+                        given = run.shared[0] != number
+                        self._do(run, run.shared.pop() if given else run.shared.popleft())
+                    else:
+                        self._wait(run)
+                    self._exchange(run)
+                yield from run.take(number)
+        finally:
+            run.give_up()
 
     def _do(self, run: Run[Any], task: int) -> None:
-        run.results[task] = run.tasks[task].here()
+        run.results[task] = run.tasks[task].here(), None
 
     def _exchange(self, run: Run[Any]) -> None:
         """Take from helpers what they have done by now, and give them more."""
@@ -228,12 +273,14 @@ class Crew:
         workers = len(run.team) + 1
         for ahead in range(_AHEAD):
             for helper in list(run.team):
-                if len(helper.given) <= ahead and len(run.shared) > (workers if ahead else spare):
+                room = helper.areas and len(helper.given) <= ahead
+                if room and len(run.shared) > (workers if ahead else spare):
                     self._give(run, helper, max(1, len(run.shared) // (2 * workers)))
 
     def _give(self, run: Run[Any], helper: _Helper, count: int) -> None:
         """Give a helper the first tasks, `count` of them if they go into one message."""
-        given, message = _Given(run, []), Message(helper.area)
+        area = helper.areas.popleft()
+        given, message = _Given(run, [], area), Message(len(area.memory))
         for _ in range(count):
             task = run.shared.popleft()
             job = run.tasks[task].job(self)
@@ -244,11 +291,13 @@ class Crew:
             else:
                 run.shared.appendleft(task)
                 break
-        if given.tasks:
-            try:
-                helper.give(message, given)
-            except OSError as error:
-                self._lose(helper, str(error))
+        if not given.tasks:
+            helper.areas.appendleft(area)
+            return
+        try:
+            helper.give(message, given)
+        except OSError as error:
+            self._lose(helper, str(error))
 
     def _wait(self, run: Run[Any]) -> None:
         """Until a helper has replied, or has ended; those that do neither are given up."""
@@ -264,14 +313,18 @@ class Crew:
         """Take what the helper has done by now."""
         try:
             while helper.given and (found := helper.replies()) is not None:
-                (run, tasks), replies, payload = found
+                (run, tasks, area), replies = found
+                payload, lent = area.memory, 0
                 for task, reply in zip(tasks, replies, strict=True):
                     if isinstance(reply, Failed):
                         _log.debug("not done by a helper: %s", reply.why)
                         run.own.append(task)
-                    else:
-                        run.results[task] = run.tasks[task].done(reply, payload)
-                    payload = payload[payload_bytes(reply) :]
+                    elif not run.given_up:
+                        size = payload_bytes(reply)
+                        result = run.tasks[task].done(reply, payload[:size])
+                        run.results[task] = result, area if size else None
+                        payload, lent = payload[size:], lent + (size > 0)
+                area.lend(lent)
         except (OSError, msgspec.MsgspecError) as error:
             self._lose(helper, str(error))
 

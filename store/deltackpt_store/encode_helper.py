@@ -102,7 +102,7 @@ Reply = Digested | Encoding | Failed
 
 _encode = msgspec.msgpack.Encoder().encode
 decode_replies = msgspec.msgpack.Decoder(list[Reply]).decode
-_decode_jobs = msgspec.msgpack.Decoder(list[Job]).decode
+_decode_message = msgspec.msgpack.Decoder(tuple[int, list[Job]]).decode
 
 
 class Message:
@@ -128,8 +128,9 @@ class Message:
     def __len__(self) -> int:
         return len(self._jobs)
 
-    def encoded(self) -> bytes:
-        return _encode(self._jobs)
+    def encoded(self, area: int) -> bytes:
+        """The message, which says in which area of the arena the payloads are to be put."""
+        return _encode((area, self._jobs))
 
 
 def payload_bytes(reply: Reply) -> int:
@@ -140,16 +141,14 @@ def payload_bytes(reply: Reply) -> int:
 class Helper:
     """Does the jobs that arrive at `sock`, in order, and replies to each message with one.
 
-    The payloads of a message go to one area of `arena`, one after the other; those of the next to
-    the next area, in turn. It sees the ring of the writer, whose chunks stay as they are until it
-    has replied.
+    The payloads of a message go to the area of `arena` that it names, one after the other. It sees
+    the ring of the writer, whose chunks stay as they are until it has replied.
     """
 
     def __init__(self, sock: socket.socket, ring: Ring, arena: memoryview, area: int) -> None:
         self._sock = sock
         self._ring = ring
         self._areas = [arena[at : at + area] for at in range(0, len(arena), area)]
-        self._messages = 0
         self._packs: OpenPacks | None = None
         self._era = 0
 
@@ -163,10 +162,10 @@ class Helper:
                 continue
             if not message:
                 return
-            room = self._areas[self._messages % len(self._areas)]
-            self._messages += 1
+            area, jobs = _decode_message(message)
+            room = self._areas[area]
             replies: list[Reply] = []
-            for job in _decode_jobs(message):
+            for job in jobs:
                 replies.append(self._reply(job, room))
                 room = room[payload_bytes(replies[-1]) :]
             self._sock.send(_encode(replies))

@@ -61,10 +61,8 @@ class EncodeTask:
         return Coding(plan, outcome, chunk, payload_hash)
 
     def done(self, reply: Encoding, payload: memoryview) -> Coding:
-        parts: list[Buffer] = [self._raw]
-        if reply.codec != codecs.RAW:
-            parts = [bytes(payload[: reply.size])]
-        best = Encoded(reply.codec, reply.params, reply.refs, parts)
+        stored: Buffer = self._raw if reply.codec == codecs.RAW else payload
+        best = Encoded(reply.codec, reply.params, reply.refs, [stored])
         outcome = Outcome(best, reply.tried, reply.seconds)
         return Coding(self._plan, outcome, None, reply.payload_hash)
 

@@ -10,7 +10,7 @@ from deltackpt_store.errors import DeltackptError
 from deltackpt_store.fileio import FileIO
 from deltackpt_store.io_thread import IoThread
 from deltackpt_store.pack import PackEntries, pack_path
-from deltackpt_store.pack_writer import BATCH_BYTES, PackBuilder, PackFile
+from deltackpt_store.pack_writer import BATCH_BYTES, Batch, PackBuilder, PackFile, Rooms
 from deltackpt_store.presence import check_there
 
 
@@ -22,9 +22,9 @@ class _Pack(NamedTuple):
 class PackOutput:
     """Used by one thread, while a thread of its own does the writing.
 
-    Buffers given to `add` are referred to until `finish` or `drop` returns; beside them it holds
-    about three times `BATCH_BYTES` of encoded blobs. Once anything has failed (`error`, or what
-    `finish` and `publish` raise) nothing more is written until `drop` is called.
+    Raw payloads given to `add` are referred to until `finish` or `drop` returns; beside them it
+    holds about four times `BATCH_BYTES`, in which blobs are laid out. Once anything has failed
+    (`error`, or what `finish` and `publish` raise) nothing more is written until `drop` is called.
     """
 
     def __init__(self, io: FileIO, root: str, uuid: bytes, writer: str, pack_bytes: int) -> None:
@@ -33,6 +33,7 @@ class PackOutput:
         self._uuid = uuid
         self._writer = writer
         self._thread = IoThread("deltackpt-packs")
+        self._rooms = Rooms()
         self._seq = 0
         self._open: _Pack | None = None
         self._sealed: list[_Pack] = []  # some of them by jobs that still wait
@@ -110,7 +111,7 @@ class PackOutput:
 
     def _begin(self) -> _Pack:
         self._seq += 1
-        builder = PackBuilder(self._uuid, self._writer, self._seq)
+        builder = PackBuilder(self._uuid, self._writer, self._seq, self._rooms)
         check = partial(check_there, self._io, self._root, self._uuid)
         self._open = _Pack(builder, PackFile(self._io, pack_path(self._root, builder.name), check))
         return self._open
@@ -118,7 +119,11 @@ class PackOutput:
     def _submit_batch(self, pack: _Pack) -> None:
         batch = pack.builder.take()
         self.handed_out += batch.size
-        self._thread.submit(partial(pack.file.write, batch))
+        self._thread.submit(partial(self._write, pack.file, batch))
+
+    def _write(self, file: PackFile, batch: Batch) -> None:
+        file.write(batch)
+        self._rooms.give_back(batch.rooms)
 
     def _seal(self, pack: _Pack) -> None:
         if pack.builder.pending:

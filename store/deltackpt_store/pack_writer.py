@@ -7,13 +7,16 @@ runs the two in different threads; `PackWriter` joins them for callers that want
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from xxhash import xxh3_64, xxh3_64_intdigest
 
 from deltackpt_store.codecs import RAW, Encoded
+from deltackpt_store.copies import copy_bytes
 from deltackpt_store.errors import DeltackptError, InvalidInputError, StateError
 from deltackpt_store.fileio import (
     Buffer,
@@ -40,15 +43,40 @@ from deltackpt_store.pack import (
 )
 
 BATCH_BYTES = 8 * 1024 * 1024
+_ROOM_BYTES = 1024 * 1024
 _ZEROS = bytes(ALIGNMENT)
 
 
 class Batch(NamedTuple):
-    """Consecutive bytes of a pack: `buffers`, `size` bytes in all, to be written at `offset`."""
+    """Consecutive bytes of a pack: `buffers`, `size` bytes in all, to be written at `offset`.
+
+    `rooms` is the memory of what was laid out, to be given back.
+    """
 
     offset: int
     buffers: list[Buffer]
     size: int
+    rooms: Sequence[memoryview] = ()
+
+
+class Rooms:
+    """Memory to lay records out in: pieces on page boundaries, used again and again, by any thread.
+
+    Were it new each time, the system would have to make it page by page.
+    """
+
+    def __init__(self) -> None:
+        self._free: deque[memoryview] = deque()
+
+    def take(self) -> memoryview:
+        """A piece, whatever is in it. MemoryError."""
+        try:
+            return self._free.pop() if self._free else memoryview(mmap.mmap(-1, _ROOM_BYTES))
+        except OSError as error:
+            raise MemoryError(str(error)) from error
+
+    def give_back(self, rooms: Iterable[memoryview]) -> None:
+        self._free.extend(rooms)
 
 
 class _Big(NamedTuple):
@@ -61,26 +89,32 @@ class _Big(NamedTuple):
 class PackBuilder:
     """The layout of one pack under construction.
 
-    Buffers given to :meth:`add` are referred to, not copied, until the batch that holds them has
-    been written; the caller keeps them unchanged until then.
+    Records are laid out in memory whose page boundaries are those of the file, so that nothing has
+    to be copied again in order to be written past the page cache. Large raw payloads are referred
+    to where they lie: the caller keeps them unchanged until the batch that holds them is written.
     """
 
-    def __init__(self, store_uuid: bytes, writer: str, seq: int) -> None:
+    def __init__(
+        self, store_uuid: bytes, writer: str, seq: int, rooms: Rooms | None = None
+    ) -> None:
         self.name = pack_name(writer, seq)
         self._header = encode_header(store_uuid, writer, seq)
         self._offset = 0  # file bytes handed out in batches
-        self._parts: list[Buffer] = [self._header]
-        self._part_bytes = len(self._header)
+        self._rooms = Rooms() if rooms is None else rooms
+        self._taken: list[memoryview] = []  # rooms of the present batch; the last one has ...
+        self._left = memoryview(b"")  # ... this left
+        self._laid_out = 0  # bytes
         self._big: list[_Big] = []
         self._big_bytes = 0
         self._entries: list[bytes] = []
         self._refs: list[bytes] = []
         self.records = 0
+        self._lay_out(self._header)
 
     @property
     def pending(self) -> int:
         """Bytes added and not yet taken in a batch."""
-        return self._part_bytes + self._big_bytes
+        return self._laid_out + self._big_bytes
 
     @property
     def size(self) -> int:
@@ -115,46 +149,65 @@ class PackBuilder:
             self._big_bytes += RECORD_BYTES + stored
             return RECORD_BYTES + stored
         head = encode_record(chunk_id, codec, raw, stored, payload_hash, refs, params)
-        offset = self._offset + self._part_bytes
+        offset = self._offset + self._laid_out
+        self._lay_out(head)
+        for part in payload:
+            self._lay_out(part)
         self._entries.append(
             ENTRY.pack(chunk_id, offset, len(head), stored, raw, codec, len(refs), 0)
         )
         self._refs.extend(refs)
-        self._parts.append(head)
-        self._parts.extend(payload)
-        self._part_bytes += len(head) + stored
         return len(head) + stored
+
+    def _lay_out(self, data: Buffer) -> None:
+        """Put bytes behind those laid out so far."""
+        rest = memoryview(data)
+        self._laid_out += len(rest)
+        while len(rest):
+            if not len(self._left):
+                room = self._rooms.take()
+                self._left = room if self._taken else room[self._offset % ALIGNMENT :]
+                self._taken.append(room)
+            size = min(len(rest), len(self._left))
+            copy_bytes(self._left[:size], rest[:size])
+            rest, self._left = rest[size:], self._left[size:]
 
     def take(self) -> Batch:
         """Lay out everything pending: encoded and small records first, then the aligned ones."""
-        start = self._offset
-        buffers = _joined(self._parts)
-        position = start + self._part_bytes
+        body: list[Buffer] = []
+        end = self._offset + self._laid_out
         if self._big:
-            position = self._lay_out_big(buffers, position)
-        self._parts, self._part_bytes, self._big, self._big_bytes = [], 0, [], 0
-        self._offset = position
-        return Batch(start, buffers, position - start)
+            end = self._lay_out_big(body, end)
+        start, rooms = self._offset, self._taken
+        laid_out = list(rooms)
+        if rooms:
+            laid_out[-1] = rooms[-1][: len(rooms[-1]) - len(self._left)]
+            laid_out[0] = laid_out[0][start % ALIGNMENT :]
+        self._taken, self._left, self._laid_out = [], memoryview(b""), 0
+        self._big, self._big_bytes = [], 0
+        self._offset = end
+        return Batch(start, [*laid_out, *body], end - start, rooms)
 
-    def _lay_out_big(self, buffers: list[Buffer], heads_at: int) -> int:
+    def _lay_out_big(self, body: list[Buffer], heads_at: int) -> int:
+        """Lay out the heads of large raw records, and list their payloads; where they end."""
         # Payloads that end on a boundary come first, so that only odd ones cost padding.
         big = sorted(self._big, key=lambda b: b.size % ALIGNMENT != 0)
-        heads: list[Buffer] = []
-        body: list[Buffer] = []
         end = heads_at + RECORD_BYTES * len(big)
-        for i, (chunk_id, payload, size, payload_hash) in enumerate(big):
+        gaps: list[int] = []
+        for i, (chunk_id, _, size, payload_hash) in enumerate(big):
             gap = -end % ALIGNMENT
-            if gap:
-                body.append(_ZEROS[:gap])
             position = end + gap
             offset = heads_at + RECORD_BYTES * i
             skip = position - offset
-            heads.append(encode_record(chunk_id, RAW, size, size, payload_hash, skip=skip))
+            self._lay_out(encode_record(chunk_id, RAW, size, size, payload_hash, skip=skip))
             self._entries.append(ENTRY.pack(chunk_id, offset, skip, size, size, RAW, 0, 0))
-            body.extend(payload)
+            gaps.append(gap)
             end = position + size
-        buffers.append(b"".join(heads))
-        buffers.extend(body)
+        self._lay_out(_ZEROS[: gaps[0]])
+        for one, gap in zip(big, [0, *gaps[1:]], strict=True):
+            if gap:
+                body.append(_ZEROS[:gap])
+            body.extend(one.payload)
         return end
 
     def take_footer(self) -> Batch:
@@ -176,23 +229,6 @@ def _hash_all(payload: Sequence[Buffer]) -> tuple[int, int]:
     for buffer in payload:
         state.update(buffer)
     return sum(len(b) for b in payload), state.intdigest()
-
-
-def _joined(parts: list[Buffer]) -> list[Buffer]:
-    """Join neighbouring small buffers (a system call has 1024 at most); keep large ones as is."""
-    result: list[Buffer] = []
-    run: list[Buffer] = []
-    for part in parts:
-        if len(part) < ALIGNED_BYTES:
-            run.append(part)
-        else:
-            if run:
-                result.append(b"".join(run))
-                run = []
-            result.append(part)
-    if run:
-        result.append(b"".join(run))
-    return result
 
 
 class PackFile:
@@ -283,7 +319,8 @@ class PackWriter:
 
     def __init__(self, io: FileIO, path: str, store_uuid: bytes, writer: str, seq: int) -> None:
         self._io = io
-        self._builder = PackBuilder(store_uuid, writer, seq)
+        self._rooms = Rooms()
+        self._builder = PackBuilder(store_uuid, writer, seq, self._rooms)
         self._file = PackFile(io, path)
 
     @property
@@ -296,18 +333,23 @@ class PackWriter:
         return self._builder.size
 
     def append(self, chunk_id: bytes, raw: int, encoded: Encoded) -> int:
-        """Add a blob and return the bytes it takes. Its buffers stay unchanged until `finish`.
+        """Add a blob and return the bytes it takes. What is raw stays unchanged until `finish`.
 
         Where it lies is known when its batch is laid out: see the entries that `finish` returns.
         """
         size = self._builder.add(chunk_id, raw, encoded)
         if self._builder.pending >= BATCH_BYTES:
-            self._file.write(self._builder.take())
+            self._write_batch()
         return size
+
+    def _write_batch(self) -> None:
+        batch = self._builder.take()
+        self._file.write(batch)
+        self._rooms.give_back(batch.rooms)
 
     def finish(self) -> PackEntries:
         """Write what is left, make the pack durable and publish it, durably (StorageError)."""
-        self._file.write(self._builder.take())
+        self._write_batch()
         self._file.write(self._builder.take_footer())
         self._file.seal()
         self._file.publish()

@@ -64,10 +64,10 @@ class StoreWriter:
     """Appends to a store. One per process, used by one thread; refuses to work after a fork.
 
     A background thread writes packs while the caller goes on; a `crew`, which stays the caller's,
-    helps with encoding. Beside the caller's own buffers it holds about three times `BATCH_BYTES` of
-    encoded blobs, a cache of references and 200 bytes per unflushed blob. With `shadow`, that many
-    bytes of the chunks stored without references are kept in memory, to code later ones against
-    without reading.
+    helps with encoding. Beside the caller's own buffers it holds about four times `BATCH_BYTES`, in
+    which blobs are laid out, a cache of references and 200 bytes per unflushed blob. With `shadow`,
+    that many bytes of the chunks stored without references are kept in memory, to code later ones
+    against without reading.
 
     Failure. When storing a pack fails (`put` or `flush` raises StorageError), blobs put since the
     last `flush` are lost, their temporary files are removed and never synced again, and every
@@ -197,10 +197,10 @@ class StoreWriter:
         A chunk is stored when what became of it is asked for, and what is not asked for is not
         stored: what the caller does in between, it does while helpers encode those that follow.
 
-        `raw` is written from where it lies: the caller keeps it unchanged until `flush` or `abort`
-        returns. A reference serves only when the store holds it without a reference of its own;
-        otherwise, and when nothing is gained by it, the chunk is stored by itself. A recipe may
-        refer to any chunk that the store holds, and to what was put before. Durable only after
+        `raw` may be written from where it lies: the caller keeps it unchanged until `flush` or
+        `abort` returns. A reference serves only when the store holds it without a reference of its
+        own; otherwise, and when nothing is gained by it, the chunk is stored by itself. A recipe
+        may refer to any chunk that the store holds, and to what was put before. Durable only after
         `flush`. Raises StorageError, InvalidInputError, StateError.
         """
         self._check()

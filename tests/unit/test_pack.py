@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import mmap
 import os
 import random
 import struct
@@ -13,8 +14,8 @@ from pathlib import Path
 import pytest
 import xxhash
 from blake3 import blake3
+from deltackpt_store import direct, pack_scan
 from deltackpt_store import pack as pk
-from deltackpt_store import pack_scan
 from deltackpt_store.codecs import RAW, Encoded, choose
 from deltackpt_store.errors import (
     CorruptionError,
@@ -25,7 +26,7 @@ from deltackpt_store.errors import (
 )
 from deltackpt_store.fileio import Buffer, FileIO
 from deltackpt_store.pack_scan import scan_records
-from deltackpt_store.pack_writer import PackBuilder, PackFile, PackWriter
+from deltackpt_store.pack_writer import PackBuilder, PackFile, PackWriter, Rooms
 
 UUID = bytes(range(16))
 WRITER = "0123456789abcdef"
@@ -509,3 +510,31 @@ def test_offsets_beyond_four_gib(tmp_path: Path) -> None:
     builder.take()
     places = [w for _, w in builder.entries().items("p")]
     assert all(w.offset >= 5 << 32 for w in places)
+
+
+def test_batches_are_written_from_where_they_are_laid_out() -> None:
+    """Prevents: a disk that waits while what it is to write is copied to where it can be taken."""
+    rooms = Rooms()
+    builder = PackBuilder(UUID, WRITER, 1, rooms)
+    page = memoryview(mmap.mmap(-1, 1 << 19))
+    written = bytearray()
+    for number in range(12):
+        for n in range(9):
+            coded = NOISE.randbytes((100, 70_001, 400_000)[n % 3])
+            payload: list[Buffer] = [coded[:99], coded[99:]]
+            chunk_id = blake3(bytes((number, n))).digest()
+            builder.add(chunk_id, 500_000, Encoded(1, b"", (), payload))
+        if number % 3:
+            builder.add(bytes((number,)) * 32, len(page), Encoded(RAW, b"", (), [page]))
+        batch = builder.take()
+        assert batch.offset == len(written)
+        views = [memoryview(buffer) for buffer in batch.buffers]
+        for run in direct.runs(views, batch.offset):
+            assert {view.obj for view in run.views} <= {view.obj for view in views}
+            assert run.direct or sum(map(len, run.views)) < direct.BLOCK
+        written += b"".join(views)
+        rooms.give_back(batch.rooms)
+    table = builder.entries().table
+    ids = [bytes(row["id"]) for row in table]
+    heads = [written.index(chunk_id) + pk.ID_BYTES - pk.RECORD_BYTES for chunk_id in ids]
+    assert table["offset"].tolist() == heads

@@ -1,0 +1,102 @@
+"""What helpers have encoded is lent by them, not copied: until when it stays as it is, and that the
+memory comes back to them whatever becomes of a batch."""
+
+# pyright: reportPrivateUsage=false
+
+from __future__ import annotations
+
+import mmap
+import random
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+from functools import partial
+
+import pytest
+from deltackpt_store import encode_crew
+from deltackpt_store.coding_policy import RAW_PLAN, Plan
+from deltackpt_store.confirm import Confirmer
+from deltackpt_store.encode_crew import Crew
+from deltackpt_store.encode_helper import Helper
+from deltackpt_store.encode_tasks import Coding, EncodeTask
+from deltackpt_store.fileio import FileIO
+from deltackpt_store.index import MemoryIndex
+from deltackpt_store.references import References
+from deltackpt_store.ring import Ring
+
+CHUNK, CHUNKS = 8192, 32
+PLAN = Plan((1,), 4, "zstd", (0,), 0.9)  # planes
+
+
+@pytest.fixture
+def ring() -> Iterator[Ring]:
+    draw = random.Random(3)
+    with Ring.create(CHUNKS * CHUNK, CHUNKS * CHUNK) as ring:
+        for at in range(0, CHUNKS * CHUNK, CHUNK):
+            values = [draw.uniform(1.0, 1.5) for _ in range(CHUNK // 4)]
+            ring.put(0, at, memoryview(struct.pack(f"<{len(values)}f", *values)))
+        yield ring
+
+
+@pytest.fixture
+def crew(ring: Ring) -> Iterator[Crew]:
+    """Two helpers, as threads of this process."""
+    crew = Crew()
+    crew._ring_at = encode_crew._address(ring.view(0))
+    crew._ring_bytes = ring.slots * ring.slot_bytes
+    threads: list[threading.Thread] = []
+    sockets: list[socket.socket] = []
+    for _ in range(2):
+        arena = memoryview(mmap.mmap(-1, encode_crew._AREAS * ring.slot_bytes))
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        sockets += ours, theirs
+        helper = Helper(theirs, ring, arena, ring.slot_bytes)
+        threads.append(threading.Thread(target=helper.serve))
+        threads[-1].start()
+        crew._helpers.append(encode_crew._Helper(0, ours, arena, ring.slot_bytes))
+    yield crew
+    for helper in crew._helpers:
+        helper.sock.shutdown(socket.SHUT_RDWR)
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    for one in sockets:
+        one.close()
+
+
+def tasks_of(ring: Ring) -> list[EncodeTask]:
+    references = References(Confirmer(FileIO(), "/nowhere", MemoryIndex()))
+    view = ring.view(0)
+    return [
+        EncodeTask(view[at : at + CHUNK], PLAN, None, references, partial(lambda: RAW_PLAN))
+        for at in range(0, CHUNKS * CHUNK, CHUNK)
+    ]
+
+
+def payload(coding: Coding) -> bytes:
+    return b"".join(coding.outcome.best.payload)
+
+
+def test_what_is_lent_stays_until_the_next_is_asked_for(ring: Ring, crew: Crew) -> None:
+    tasks = tasks_of(ring)
+    expected = [payload(task.here()) for task in tasks]
+    assert all(len(found) < CHUNK for found in expected)
+    for _ in range(10):
+        results = crew.results(crew.start(tasks, alone=False))
+        assert [payload(coding) for coding in results] == expected
+
+
+def test_areas_come_back_when_a_batch_is_given_up(ring: Ring, crew: Crew) -> None:
+    """Prevents: helpers without memory, that is without work, after a few failed saves."""
+    tasks = tasks_of(ring)
+    for taken in range(20):
+        results = crew.results(crew.start(tasks, alone=False))
+        for _ in range(taken):
+            next(results)
+        results.close()
+    assert len([*crew.results(crew.start(tasks, alone=False))]) == len(tasks)
+    for helper in crew._helpers:
+        assert not helper.given
+        assert {area.number for area in helper.areas} == set(range(encode_crew._AREAS))
+        assert len(helper.areas) == encode_crew._AREAS
