@@ -1,6 +1,8 @@
-"""Copying bytes from one buffer to another, beside other threads where that pays."""
+"""Memory to copy into, and copying bytes there, beside other threads where that pays."""
 
 from __future__ import annotations
+
+import mmap
 
 import numpy as np
 
@@ -14,3 +16,9 @@ def copy_bytes(target: memoryview, source: memoryview) -> None:
         target[:] = source
     else:
         np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
+
+
+def whole_pages(size: int) -> memoryview:
+    """Memory that begins on a page's boundary, of this process alone: a forked child has its own
+    from then on. OSError."""
+    return memoryview(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))

@@ -9,7 +9,6 @@ of the thread, and the first and last bytes of a run that do not fill a block ar
 from __future__ import annotations
 
 import fcntl
-import mmap
 import os
 import threading
 from collections.abc import Iterator, Sequence
@@ -17,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from deltackpt_store.copies import copy_bytes
+from deltackpt_store.copies import copy_bytes, whole_pages
 
 BLOCK = 4096
 LEAST_BYTES = 1024 * 1024
@@ -112,7 +111,7 @@ def switch(handle: int, *, on: bool) -> bool:
 
 class _Rooms(threading.local):
     def __init__(self) -> None:
-        self.view = memoryview(mmap.mmap(-1, _ROOM_BYTES))
+        self.view = whole_pages(_ROOM_BYTES)
 
 
 _rooms = _Rooms()

@@ -7,7 +7,6 @@ runs the two in different threads; `PackWriter` joins them for callers that want
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -16,7 +15,7 @@ from typing import NamedTuple
 from xxhash import xxh3_64, xxh3_64_intdigest
 
 from deltackpt_store.codecs import RAW, Encoded
-from deltackpt_store.copies import copy_bytes
+from deltackpt_store.copies import copy_bytes, whole_pages
 from deltackpt_store.errors import DeltackptError, InvalidInputError, StateError
 from deltackpt_store.fileio import (
     Buffer,
@@ -71,7 +70,7 @@ class Rooms:
     def take(self) -> memoryview:
         """A piece, whatever is in it. MemoryError."""
         try:
-            return self._free.pop() if self._free else memoryview(mmap.mmap(-1, _ROOM_BYTES))
+            return self._free.pop() if self._free else whole_pages(_ROOM_BYTES)
         except OSError as error:
             raise MemoryError(str(error)) from error
 

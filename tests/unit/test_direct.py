@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import mmap
 import os
 import random
 import threading
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -116,3 +118,21 @@ def test_threads_do_not_share_a_buffer(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+def test_forked_processes_do_not_share_a_buffer(tmp_path: Path) -> None:
+    """Prevents: files of wrong bytes, where processes forked off one write at the same time."""
+    whole = b"parent" * 500_000
+    run = next(direct.runs([memoryview(whole)], 0))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # other threads may be alive
+        child = os.fork()
+    if child == 0:
+        status = 1
+        with contextlib.suppress(BaseException):
+            written(tmp_path / "child", FileIO(), [b"child!" * 500_000], 0)
+            status = 0
+        os._exit(status)
+    assert os.waitpid(child, 0)[1] == 0
+    found = b"".join(run.views)
+    assert found == whole[: len(found)]
