@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from blake3 import blake3
 from deltackpt_store.client import WriterClient
 from deltackpt_store.manifest import Commit
-from deltackpt_store.protocol import CommitRef, ExtentKey, extent_keys
+from deltackpt_store.protocol import ExtentKey, extent_keys
 from deltackpt_store.store import Store
 
 from .detect import HASH_BYTES, ChangeTable
@@ -42,7 +42,7 @@ class Baselines:
     def __init__(self) -> None:
         self._newest = NOTHING
         self._durable = NOTHING
-        self.parent: CommitRef | None = None
+        self.parent: Commit | None = None
         """The commit that was restored, until a save that continues it is durable."""
 
     def best_for(self, client: WriterClient) -> Baseline:
@@ -77,12 +77,11 @@ class Baselines:
     def restored(self, commit: Commit) -> None:
         """The live objects are something else now; saves continue `commit`."""
         self._newest = self._durable = NOTHING
-        self.parent = (commit.run, commit.number, commit.digest)
+        self.parent = commit
 
     def proven(self, table: ChangeTable, commit: Commit) -> None:
         """`table` describes `commit`; counts unless something else was staged or restored since."""
-        current = (commit.run, commit.number, commit.digest)
-        if self._newest is NOTHING and self.parent == current:
+        if self._newest is NOTHING and self.parent is commit:
             self._newest = self._durable = Baseline(table, commit=(commit.run, commit.number))
 
 

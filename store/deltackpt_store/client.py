@@ -26,7 +26,8 @@ from deltackpt_store.errors import (
     from_wire,
 )
 from deltackpt_store.fileio import FileIO
-from deltackpt_store.protocol import AdamTensors, CommitRef, Committed, Ready, WriterOptions
+from deltackpt_store.manifest import Commit
+from deltackpt_store.protocol import AdamTensors, Committed, Ready, WriterOptions
 from deltackpt_store.ring import DEFAULT_SLOT_BYTES, Ring, SlotPool
 from deltackpt_store.standby import Standby
 
@@ -221,7 +222,7 @@ class WriterClient:
         layout: bytes,
         relative: int | None = None,
         relative_commit: tuple[str, int] | None = None,
-        parent: CommitRef | None = None,
+        parent: Commit | None = None,
         overwrite: bool = False,
         adam: Sequence[AdamTensors] = (),
     ) -> int:

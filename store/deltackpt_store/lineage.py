@@ -20,7 +20,6 @@ from deltackpt_store.errors import ConflictError, CorruptionError, NotFoundError
 from deltackpt_store.history import within
 from deltackpt_store.manifest import Commit
 from deltackpt_store.names import check_step
-from deltackpt_store.protocol import CommitRef
 from deltackpt_store.store import Store
 
 _log = logging.getLogger("deltackpt.store")
@@ -37,19 +36,23 @@ class Lineage:
         with contextlib.suppress(NotFoundError):
             self.head = store.head(run)
 
-    def restart(self, ref: CommitRef) -> None:
-        """Continue the commit `ref` (of this or another run), which training was restored from.
+    def restart(self, commit: Commit) -> None:
+        """Continue `commit` (of this or another run), which training was restored from.
 
-        Raises `NotFoundError` or `CorruptionError` when there is no such commit (any more).
+        Its record may have been damaged or lost since: what continues it tells of it, so that this
+        is noticed and can be repaired. Raises `ConflictError` when another one has its place.
         """
-        run, number, digest = ref
-        if self.head is not None and (self.head.run, self.head.digest) == (run, digest):
-            return
-        commit = self._store.read_commit(run, number)
-        if commit.digest != digest:
-            raise CorruptionError(
-                f"commit {number} of run {run!r} is not the one that was restored",
-                kind="damaged-commit", run=run, number=number,
+        run, number = commit.run, commit.number
+        try:
+            there = self._store.read_commit(run, number).digest
+        except (NotFoundError, CorruptionError):
+            there = commit.digest
+        if there != commit.digest:
+            raise ConflictError(
+                f"commit {number} of run {run!r} is not the one that was restored: the store has"
+                " another history now",
+                kind="commit-replaced", run=run, number=number, step=commit.step,
+                hint="restore again, or give this training a run of its own",
             )  # fmt: skip
         self.head = commit
 

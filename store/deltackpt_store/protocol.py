@@ -20,7 +20,7 @@ import numpy as np
 
 from deltackpt_store.errors import InvalidInputError, WriterError, to_wire
 from deltackpt_store.frames import MAX_FRAME, FrameChannel, frame
-from deltackpt_store.manifest import Layout
+from deltackpt_store.manifest import Commit, Layout
 from deltackpt_store.retention import Keep
 
 PROTOCOL = 1
@@ -35,9 +35,6 @@ RECORD = np.dtype(
     ]
 )
 """One staged chunk of a slot, 32 bytes. `offset` and `length` are bytes within the slot."""
-
-CommitRef = tuple[str, int, bytes]
-"""(run, number, commit digest)."""
 
 
 class WriterOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -104,9 +101,9 @@ class Begin(msgspec.Struct, frozen=True, tag="begin"):
     """A save starts. Chunks it does not stage are as in the save or commit it is relative to.
 
     `layout` None means that of the last `Begin` which carried one. At most one of `relative` (a
-    save of this session) and `relative_commit` (run, number) is given. `parent` names the commit
-    that training was restored from, in the first save after a restore. `adam` tells of optimizer
-    states, to predict them by.
+    save of this session) and `relative_commit` (run, number) is given. `parent` is the commit
+    that training was restored from, as it was read then, in the first save after a restore. `adam`
+    tells of optimizer states, to predict them by.
     """
 
     save: int
@@ -114,7 +111,7 @@ class Begin(msgspec.Struct, frozen=True, tag="begin"):
     relative: int | None = None
     relative_commit: tuple[str, int] | None = None
     layout: bytes | None = None
-    parent: CommitRef | None = None
+    parent: Commit | None = None
     overwrite: bool = False
     adam: list[AdamTensors] = []
 

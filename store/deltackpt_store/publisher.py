@@ -86,6 +86,8 @@ class Publisher:
         digest = self._writer.write_manifest(manifest)
         if self._number is None:
             self._number = self._highest_number()
+        if parent is not None and parent.run == self._run:
+            self._number = max(self._number, parent.number)  # also where its record is lost
         try:
             commit = self._writer.commit(
                 run=self._run, step=save.step, parent=parent, manifest=digest,

@@ -252,8 +252,12 @@ class RunWriter:
 
         StateError (kind ``collected``) when it is gone or damaged: no save can be relative to it.
         """
+        head = self._lineage.head
         try:
-            commit = self._store.read_commit(*key)
+            if head is not None and (head.run, head.number) == key:
+                commit = head
+            else:
+                commit = self._store.read_commit(*key)
             self._keep_alive(commit)
             return commit, self._store.snapshot(commit)
         except (NotFoundError, CorruptionError) as error:

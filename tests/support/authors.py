@@ -228,12 +228,11 @@ class Session:
         """Begin a save and stage what differs from the one it is relative to."""
         self._saves += 1
         save = self._saves
-        ref = None if parent is None else (parent.run, parent.number, parent.digest)
         self.writer.handle(
             Begin(
                 save, step, relative=relative, layout=msgspec.msgpack.encode(layout_of(len(words))),
                 relative_commit=None if commit is None else (commit.run, commit.number),
-                parent=ref, overwrite=overwrite,
+                parent=parent, overwrite=overwrite,
             )
         )  # fmt: skip
         before = self._words.get(relative, []) if relative is not None else []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,9 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from deltackpt_store.errors import ConflictError, NotFoundError, StorageError
+from deltackpt_store.errors import ConflictError, NotFoundError, StateError, StorageError
 from deltackpt_store.fileio import FileIO
+from deltackpt_store.names import number_name
+from deltackpt_store.repair import repair
 from deltackpt_store.store import Store
+from deltackpt_store.verify import verify
 from saving import (
     Opener,
     Recorder,
@@ -241,6 +245,77 @@ def test_a_run_may_start_from_another_run(path: Path, opened: Opener) -> None:
     assert parent[:2] == ("main", 1)
     assert steps(path) == [7]
     assert steps(path, "fork") == [1]
+
+
+@pytest.mark.parametrize("harm", ["damaged", "lost", "a directory", "with its manifest"])
+def test_saves_go_on_when_the_record_of_the_restored_step_is_lost(
+    path: Path, opened: Opener, tmp_path: Path, harm: str
+) -> None:
+    """Prevents: a training that can never save again, for a file that it has read already."""
+    training = Training()
+    first = opened(training.objects)
+    for step in (1, 2):
+        training.step()
+        first.save(step).result()
+    first.close()
+    shutil.copytree(path, tmp_path / "copy")
+    ckpt = opened(training.objects)
+    ckpt.restore()
+    store = Store.open(path)
+    head = store.head("main")
+    record = path / "runs" / "main" / number_name(head.number)
+    record.unlink()
+    if harm == "a directory":
+        record.mkdir()
+    elif harm != "lost":
+        record.write_bytes(b"damaged")
+    if harm == "with its manifest":
+        manifest = path / "manifests" / head.manifest.hex()
+        manifest.unlink()
+        manifest.write_bytes(b"damaged")
+        with pytest.raises(StateError, match="cannot be read any more"):
+            ckpt.save(3).result()
+    training.step()
+    ckpt.save(4).result()
+    copy = training.copy()
+    ckpt.close()
+    assert steps(path) == [1, 4]
+    newest = store.head("main")
+    assert newest.parent == ("main", head.number, head.digest)
+    assert newest.number == head.number + 1
+    training.step()
+    opened(training.objects).restore()
+    assert_same(training.copy(), copy)
+    (finding, *_) = verify(store).findings
+    assert finding.name == f"runs/main/{number_name(head.number)}"
+    assert repair(store, sources=[tmp_path / "copy"]).ok
+    assert steps(path) == [1, 2, 4]
+
+
+def test_no_save_continues_a_step_that_another_has_the_place_of(
+    path: Path, opened: Opener, tmp_path: Path
+) -> None:
+    """Prevents: a step that is said to continue one of another history."""
+    training = Training()
+    ckpt = opened(training.objects)
+    ckpt.save(1).result()
+    ckpt.close()
+    shutil.copytree(path, tmp_path / "copy")
+    for folder in (tmp_path / "copy", path):
+        other = deltackpt.Checkpointer(folder, training.objects)
+        training.step()
+        other.save(2).result()
+        other.close()
+    ckpt = opened(training.objects)
+    ckpt.restore()
+    shutil.rmtree(path)
+    shutil.copytree(tmp_path / "copy", path)
+    with pytest.raises(ConflictError, match="restore again") as caught:
+        ckpt.save(3).result()
+    assert caught.value.kind == "commit-replaced"
+    ckpt.restore()
+    ckpt.save(3).result()
+    assert steps(path) == [1, 2, 3]
 
 
 def test_parts_of_another_step_do_not_change_the_lineage(path: Path, opened: Opener) -> None:

@@ -16,15 +16,21 @@ import pytest
 import xxhash
 from deltackpt_store import descriptors, protocol
 from deltackpt_store.errors import InvalidInputError, StorageError, WriterError, from_wire, to_wire
-from deltackpt_store.manifest import ExtentSpec, Layout, TensorView
+from deltackpt_store.manifest import Commit, ExtentSpec, Layout, TensorView
 from deltackpt_store.protocol import Channel, WriterOptions
+
+PARENT = Commit(
+    run="main", number=4, step=10, parent=("main", 3, bytes(32)), manifest=bytes(32), base=None,
+    root=bytes(32), closure=bytes(32), writer="w", nonce=bytes(16), generation=0, created=1.5,
+    versions={"torch": "2"}, ancestors=((1, 3),), digest=bytes(range(32)),
+)  # fmt: skip
 
 TO_WRITER = [
     protocol.Hello(
         1, b"/st\xff\xfere", "main", 2**64 - 1, 7, 4096, WriterOptions(codec="none", nice=3)
     ),
     protocol.Begin(1, 10),
-    protocol.Begin(2, 11, 1, None, b"layout", ("main", 4, bytes(32)), True),
+    protocol.Begin(2, 11, 1, None, b"layout", PARENT, True),
     protocol.Begin(3, 12, None, ("other", 9)),
     protocol.Slot(1, 6, bytes(range(64))),
     protocol.NeedSlots(),
