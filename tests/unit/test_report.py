@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import struct
 import zlib
 from html.parser import HTMLParser
@@ -11,6 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 from command_line import run
+from deltackpt_store.errors import StorageError
+from deltackpt_store.fileio import FileIO
+from deltackpt_store.store import Store
 from deltackpt_tools import report_charts
 from deltackpt_tools.heatmap_image import png
 from deltackpt_tools.module_paths import Folding, fold, natural, suited
@@ -98,6 +102,36 @@ def test_unreferenced_chunks_and_damage_are_told(tmp_path: Path) -> None:
     assert result.exit_code == 12
     assert "damage is listed" in result.output
     assert "damaged" in (tmp_path / "r.html").read_text()
+
+
+def test_damage_is_told_without_a_verification(tmp_path: Path) -> None:
+    """Prevents: a nightly report that ends well over a step that cannot be read."""
+    small = SmallStore(tmp_path / "store")
+    only = small.save("main", 1, {"w": pattern(3000)})
+    small.close()
+    manifest = tmp_path / "store" / "manifests" / only.manifest.hex()
+    manifest.write_bytes(manifest.read_bytes()[:-1] + b"x")
+    for level in ("none", "structure"):
+        result = run("report", small.path, "-o", tmp_path / "r.html", "--verify", level)
+        assert result.exit_code == 12
+        assert "damage is listed" in result.output
+
+
+@pytest.mark.parametrize("folder", ["runs", "runs/main", "pins"])
+def test_a_folder_that_cannot_be_listed_is_an_error_of_the_storage(
+    tmp_path: Path, folder: str
+) -> None:
+    class Refusing(FileIO):
+        def list(self, path: str) -> list[str]:
+            if path.endswith(f"/{folder}"):
+                raise PermissionError(errno.EACCES, "Permission denied", path)
+            return super().list(path)
+
+    small = SmallStore(tmp_path / "store")
+    small.save("main", 1, {"w": pattern(3000)})
+    small.close()
+    with pytest.raises(StorageError, match=f"cannot list .*{folder}: Permission denied"):
+        report(Store.open(small.path, io=Refusing()))
 
 
 def test_abandoned_steps_keep_their_chunks(tmp_path: Path) -> None:

@@ -30,9 +30,8 @@ def _said(result: Report, output: str, written: int) -> list[str]:
                 f"NaN or Inf appeared first in {one.run}@{step}: "
                 f"{counted(count, 'element')} of {path}"
             )
-    bad = len(result.health.findings) + len(result.health.unreadable)
-    if bad:
-        lines.append(f"{counted(bad, 'finding')}: damage is listed on the page")
+    if result.damage:
+        lines.append(f"{counted(result.damage, 'finding')}: damage is listed on the page")
     return lines
 
 
@@ -103,5 +102,4 @@ def command(
         write_json(document("report", output=os.path.abspath(output), **result.to_dict()))
     else:
         click.echo("\n".join(_said(result, output, len(encoded))))
-    damaged = result.health.findings or result.health.unreadable
-    context.exit(Exit.CORRUPT if damaged else Exit.OK)
+    context.exit(Exit.CORRUPT if result.damage else Exit.OK)

@@ -50,6 +50,12 @@ class Report:
             [{"run": run.run, **save.to_dict()} for run in self.runs for save in run.saves]
         )
 
+    @property
+    def damage(self) -> int:
+        """Findings of the verification, or, without one, what was met that could not be read."""
+        met = 0 if self.health.verified else sum(len(run.unreadable) for run in self.runs)
+        return len(self.health.findings) + len(self.health.unreadable) + met
+
     def to_html(self) -> str:
         """The page: one document that needs nothing else."""
         from deltackpt_tools.report_page import page
@@ -77,7 +83,7 @@ def report(
     Reads commits, manifests and pack tables; with `values` also every chunk that any save changed;
     `verify` names a level of `deltackpt verify` or is None. A restore is measured on a part of the
     newest step of each run. `mtbf` (seconds) is for the advice. `progress(done, total)` counts
-    steps. Damage is listed, not raised.
+    steps. Damage is listed, not raised; StorageError where the system lets something not be read.
     """
     where = as_store(store)
     unreadable: list[tuple[str, str]] = []

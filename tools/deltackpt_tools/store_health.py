@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from deltackpt_store.oserror import storage_error
 from deltackpt_store.store import Store
 from numpy.typing import NDArray
 
@@ -89,6 +90,10 @@ def _retired(store: Store) -> int:
 
     count = 0
     for run in store.runs():
-        names = store.io.list(f"{store.path}/runs/{run}")
+        folder = f"{store.path}/runs/{run}"
+        try:
+            names = store.io.list(folder)
+        except OSError as error:
+            raise storage_error(error, "list", folder) from error
         count += sum(1 for name in names if name.endswith(RETIRED_SUFFIX))
     return count
