@@ -264,3 +264,36 @@ def test_a_step_that_is_no_name_is_told_how_one_is_written(small: SmallStore, st
     with pytest.raises(InvalidInputError, match="named by a str") as caught:
         diff(small.path, step, "main@1")
     assert "@" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "told"),
+    [
+        (np.arange(624), np.where(np.arange(624) == 7, 5, np.arange(624)), ("[7]: 7", "[7]: 5")),
+        (np.zeros((3, 40)), np.eye(3, 40) - np.eye(3, 40, 2), ("[0, 0]: 0.0", "[0, 0]: 1.0")),
+        ([*range(99), 1], [*range(99), 2], ("[99]: 1", "[99]: 2")),
+        (list(range(99)), list(range(100)), ("99 items", "100 items")),
+        (
+            {"best": {"history": [0.5] * 50}},
+            {"best": {"history": [0.5] * 49 + [0.25]}},
+            ("['best']['history'][49]: 0.5", "['best']['history'][49]: 0.25"),
+        ),
+        (
+            {**dict.fromkeys("abcdefghijklmnop", 1), "q": 1},
+            {**dict.fromkeys("abcdefghijklmnop", 1), "r": 1},
+            ("key 16: 'q'", "key 16: 'r'"),
+        ),
+        ("x" * 99 + "old", "x" * 99 + "new", ("...xxxxxxxxxxxxold'", "...xxxxxxxxxxxxnew'")),
+        ([np.zeros(2)], [np.zeros(3)], ("[array(shape=(2,), dtype='<f8')]",
+                                        "[array(shape=(3,), dtype='<f8')]")),
+    ],
+    ids=["array", "matrix", "late", "longer", "nested", "key", "text", "shape"],
+)  # fmt: skip
+def test_values_that_read_alike_are_shown_where_they_differ(
+    small: SmallStore, old: Any, new: Any, told: tuple[str, str]
+) -> None:
+    """A line `array(...) -> array(...)` of two equal words tells nobody what changed."""
+    small.save("main", 1, {}, {"state": old})
+    small.save("main", 2, {}, {"state": new})
+    (change,) = diff(small.store, "@1", "@2").values
+    assert (change.old, change.new) == told

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from deltackpt_tools.changes import Change, TensorChange, ValueChange
 from deltackpt_tools.numeric import numeric_dtype
 from deltackpt_tools.tensor_bytes import is_contiguous
+from deltackpt_tools.value_difference import render_both
 from deltackpt_tools.value_text import render
 
 Mask = NDArray[np.bool_]
@@ -349,16 +350,22 @@ class _Compare:
         if self._same_layout:
             paths = self._old.layout.paths
             return [
-                ValueChange(paths[slot], render(old), render(self._new.objects[slot]))
+                ValueChange(paths[slot], *render_both(old, self._new.objects[slot]))
                 for slot, old in self._old.objects.items()
                 if old != self._new.objects[slot] and self._wanted(paths[slot])
             ]
         before, after = _documents(self._old, self._wanted), _documents(self._new, self._wanted)
         return [
-            ValueChange(path, *(None if d is None else render(d) for d in (old, new)))
+            ValueChange(path, *_texts(old, new))
             for path in dict.fromkeys([*before, *after])
             if (old := before.get(path)) != (new := after.get(path))
         ]
+
+
+def _texts(old: bytes | None, new: bytes | None) -> tuple[str | None, str | None]:
+    if old is None or new is None:
+        return None if old is None else render(old), None if new is None else render(new)
+    return render_both(old, new)
 
 
 def _scalar(snapshot: Snapshot, view: TensorView) -> str | None:

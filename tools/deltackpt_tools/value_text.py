@@ -14,7 +14,7 @@ from typing import Any, cast
 import msgspec
 from deltackpt_store.values import MAX_DEPTH, MAX_DOCUMENT_BYTES
 
-_MALFORMED = (ValueError, TypeError, IndexError, AttributeError, KeyError, struct.error)
+MALFORMED = (ValueError, TypeError, IndexError, AttributeError, KeyError, struct.error)
 
 Node = Any  # a decoded msgpack value: native, or [tag, payload...]
 
@@ -38,13 +38,20 @@ def parse(document: bytes) -> Node:
 def render(document: bytes, limit: int = 60) -> str:
     """One line of at most about `limit` characters that reads like Python."""
     try:
-        text = _text(parse(document), 0, limit)
-    except _MALFORMED as error:
+        text = text_of(parse(document), 0, limit)
+    except MALFORMED as error:
         return f"<unreadable: {error}>"
+    return cut(text, limit)
+
+
+def cut(text: str, limit: int) -> str:
+    """`text`, or its beginning where it is longer than `limit`."""
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
-def _text(node: Node, depth: int, budget: int) -> str:
+def text_of(node: Node, depth: int, budget: int) -> str:
+    """A node as text that reads like Python; what lies beyond some `budget` characters is cut or
+    counted. Raises one of `MALFORMED`."""
     if not isinstance(node, list):
         if isinstance(node, (str, bytes)) and len(node) > budget:
             return f"{node[:budget]!r}..."
@@ -70,7 +77,7 @@ def _joined(items: list[Any], depth: int, budget: int) -> str:
         if used > budget:
             parts.append(f"... {len(items) - len(parts)} more")
             break
-        parts.append(_text(item, depth + 1, budget - used))
+        parts.append(text_of(item, depth + 1, budget - used))
         used += len(parts[-1]) + 2
     return ", ".join(parts)
 
@@ -82,7 +89,7 @@ def _pairs(items: list[Any], depth: int, budget: int) -> str:
         if used > budget:
             parts.append(f"... {len(items) - len(parts)} more")
             break
-        text = f"{_text(key, depth + 1, budget)}: {_text(value, depth + 1, budget - used)}"
+        text = f"{text_of(key, depth + 1, budget)}: {text_of(value, depth + 1, budget - used)}"
         parts.append(text)
         used += len(text) + 2
     return ", ".join(parts)
@@ -96,7 +103,7 @@ def _array(tag: str, payload: list[Any], depth: int, budget: int) -> str:
 def _named(tag: str, payload: list[Any], depth: int, budget: int) -> str:
     _, qualname, fields, items = payload
     inner = ", ".join(
-        f"{f}={_text(i, depth + 1, budget)}" for f, i in zip(fields, items, strict=True)
+        f"{f}={text_of(i, depth + 1, budget)}" for f, i in zip(fields, items, strict=True)
     )
     return f"{qualname}({inner})"
 
@@ -125,7 +132,7 @@ _TEXTS: dict[str, _Text] = {
     "nt": _named,
     "enum": lambda t, p, d, b: f"{p[1]}.{p[2]}",
     "dq": lambda t, p, d, b: f"deque([{_joined(p[1], d, b)}])",
-    "path": lambda t, p, d, b: f"Path({_text(p[2], d, b)})",
+    "path": lambda t, p, d, b: f"Path({text_of(p[2], d, b)})",
     "dt": lambda t, p, d, b: str(p[0]),
     "time": lambda t, p, d, b: str(p[0]),
     "date": lambda t, p, d, b: str(p[0]),
@@ -141,7 +148,7 @@ def as_json(document: bytes) -> Any:
     than 2048 bits (in hexadecimal), as strings."""
     try:
         return _json(parse(document), 0)
-    except _MALFORMED as error:
+    except MALFORMED as error:
         return {"type": "unreadable", "value": [str(error)]}
 
 
