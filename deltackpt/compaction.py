@@ -10,7 +10,7 @@ import subprocess
 import threading
 import weakref
 from collections.abc import Callable
-from typing import IO, Any
+from typing import IO, Any, Self
 
 import msgspec
 from deltackpt_store.compact import CompactReport
@@ -19,7 +19,7 @@ from deltackpt_store.errors import DeltackptError, InvalidInputError, WriterErro
 from deltackpt_store.launch import error_file, start_compactions
 
 from .events import CompactionFailed, StoreCompacted
-from .policy import is_count, is_number
+from .policy import by_name, is_count, is_number, shown_as_made
 
 _log = logging.getLogger("deltackpt")
 
@@ -27,6 +27,7 @@ _END_SECONDS = 5.0
 _TAIL_BYTES = 2000
 
 
+@shown_as_made
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Compact:
     """When and how a running training's store is compacted: see `deltackpt_store.compact`.
@@ -44,6 +45,9 @@ class Compact:
     min_live_share: float = 0.5
     max_rate: float | None = 100e6
 
+    def __new__(cls, *values: object, **_: object) -> Self:
+        return by_name(cls, values, "Compact(interval=600)")
+
     def __post_init__(self) -> None:
         for name in ("interval", "max_rate", "when_ratio", "min_live_share"):
             value: Any = getattr(self, name)
@@ -51,8 +55,9 @@ class Compact:
             if optional and value is None:
                 continue
             if not is_number(value) or value < 0 or not (value or zero):
+                kind = "a number of at least 0" if zero else "a positive number"
                 raise InvalidInputError(
-                    f"compact.{name} must be a {'' if zero else 'positive '}number, got"
+                    f"compact.{name} must be {kind}{' or None' if optional else ''}, got"
                     f" {told(value)}",
                     option=f"compact.{name}",
                 )

@@ -14,6 +14,7 @@ returns.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import logging
 import threading
 from collections.abc import Iterable
@@ -133,9 +134,16 @@ class Observers:
                 option="observers",
             ) from error
         for observer in self._observers:
-            if not callable(getattr(observer, "on_event", None)):
+            method: object = getattr(observer, "on_event", None)
+            if not callable(method):
                 raise InvalidInputError(
                     f"observers: {type(observer).__name__} has no method on_event(event)",
+                    option="observers",
+                )
+            if isinstance(observer, type) and inspect.isfunction(method):
+                raise InvalidInputError(
+                    f"observers: {observer.__name__} is a class, and its on_event is for objects",
+                    hint=f"write observers=[{observer.__name__}()]",
                     option="observers",
                 )
 

@@ -90,7 +90,8 @@ def check_matched(key_map: KeyMap | None, keys: Mapping[str, Collection[str]]) -
             kind="no-match",
             hint=f"its keys are {shown(known, 8)}; the path of the module may be left out"
             if known
-            else "it renames keys of modules, and the checkpoint has none of those here",
+            else "it renames keys within a module, not modules, and the checkpoint has none of"
+            " those in the state: name them there as the checkpoint does",
             option="key_map",
         )
 

@@ -135,7 +135,7 @@ class SaveSignals:
 def check_signals(signals: Any) -> tuple[int, ...]:
     """The option `save_on` as signal numbers; `InvalidInputError` for what is none."""
     try:
-        numbers = tuple(int(number) for number in signals)
+        numbers = tuple(_signal_number(number) for number in signals)
     except (TypeError, ValueError) as error:
         raise InvalidInputError(
             f"save_on must be a sequence of signal numbers, got {told(signals)}",
@@ -152,6 +152,12 @@ def check_signals(signals: Any) -> tuple[int, ...]:
                 option="save_on",
             )
     return numbers
+
+
+def _signal_number(value: Any) -> int:
+    if isinstance(value, bool):  # True would be SIGHUP
+        raise TypeError
+    return int(value)
 
 
 def _at_exit() -> None:

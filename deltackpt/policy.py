@@ -62,13 +62,13 @@ def _positive(option: str, value: Any, *, whole: bool) -> None:
         return
     right = (is_count(value) if whole else is_number(value)) and value > 0
     if not right:
-        kind = "a whole number of at least 1" if whole else "a positive number"
+        kind = "a whole number of at least 1" if whole else "a positive number of seconds"
         raise InvalidInputError(
             f"{option} must be {kind} or None, got {told(value)}", option=option
         )
 
 
-def _by_name(cls: type[T], values: tuple[object, ...], example: str) -> T:
+def by_name(cls: type[T], values: tuple[object, ...], example: str) -> T:
     """A new object whose rules are all given by name; `InvalidInputError` when one is not."""
     if values:
         shown = ", ".join(map(repr, values))
@@ -80,14 +80,14 @@ def _by_name(cls: type[T], values: tuple[object, ...], example: str) -> T:
     return object.__new__(cls)
 
 
-def _shown_as_made(cls: type[T]) -> type[T]:
+def shown_as_made(cls: type[T]) -> type[T]:
     """`cls` with the parameters of its ``__init__`` in ``help()``, which shows ``__new__``'s."""
     made = inspect.signature(cls.__init__)
     cls.__signature__ = made.replace(parameters=list(made.parameters.values())[1:])  # pyright: ignore[reportAttributeAccessIssue]
     return cls
 
 
-@_shown_as_made
+@shown_as_made
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Every:
     """Save every so many steps, every so many seconds, or whichever of both comes first.
@@ -102,7 +102,7 @@ class Every:
     seconds: float | None = None
 
     def __new__(cls, *values: object, **_: object) -> Self:
-        return _by_name(cls, values, "Every(steps=50) or Every(seconds=300)")
+        return by_name(cls, values, "Every(steps=50) or Every(seconds=300)")
 
     def __post_init__(self) -> None:
         _positive("every.steps", self.steps, whole=True)
@@ -115,7 +115,7 @@ class Every:
             )
 
 
-@_shown_as_made
+@shown_as_made
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Keep:
     """Which durable steps of a run retention keeps; a step stays when any rule keeps it.
@@ -135,7 +135,7 @@ class Keep:
     within: float | None = None
 
     def __new__(cls, *values: object, **_: object) -> Self:
-        return _by_name(cls, values, 'Keep(last=3) or Keep(last=3, best="loss")')
+        return by_name(cls, values, 'Keep(last=3) or Keep(last=3, best="loss")')
 
     def __post_init__(self) -> None:
         _positive("keep.last", self.last, whole=True)

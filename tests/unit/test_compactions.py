@@ -262,6 +262,11 @@ def test_options_are_checked(options: dict[str, Any], named: str) -> None:
     assert caught.value.context["option"] == f"compact.{named}"
 
 
+def test_a_number_that_is_out_of_range_is_told_the_range() -> None:
+    with pytest.raises(InvalidInputError, match="at least 0 or None, got -1"):
+        Compact(when_ratio=-1)
+
+
 def test_the_option_of_the_checkpointer_is_checked(tmp_path: Path) -> None:
     with pytest.raises(InvalidInputError, match="compact must be"):
         deltackpt.Checkpointer(tmp_path / "s", {"w": torch.zeros(3)}, compact="always")

@@ -87,7 +87,7 @@ def test_a_map_without_a_module_to_rename_in_is_an_error(tmp_path: Path) -> None
     keeper.save({"n": 1}, 1)
     with pytest.raises(InvalidInputError, match=r"'old\.'") as caught:
         restore_into(keeper.path, {"n": 0}, key_map={"old.": "new."})
-    assert "has none of those" in str(caught.value.hint)
+    assert "name them there as the checkpoint does" in str(caught.value.hint)
 
 
 def test_renamed_keys_are_answered_with_a_key_map_that_works(keeper: Keeper) -> None:

@@ -136,7 +136,7 @@ def test_a_handler_that_cannot_be_taken_away_passes_signals_on() -> None:
     signal.signal(signal.SIGUSR1, before)
 
 
-@pytest.mark.parametrize("bad", [15, "SIGTERM", [-1], [100_000], [signal.SIGKILL], ["x"]])
+@pytest.mark.parametrize("bad", [15, "SIGTERM", [-1], [100_000], [signal.SIGKILL], ["x"], [True]])
 def test_signals_that_cannot_be_caught_are_refused(bad: object) -> None:
     with pytest.raises(InvalidInputError, match="save_on"):
         SaveSignals(bad)  # users' mistake

@@ -78,6 +78,10 @@ def test_a_step_may_be_named_as_on_the_command_line(path: Path) -> None:
 Call = Callable[[Path], object]
 
 
+class _Deaf:
+    def on_event(self, event: object) -> None: ...
+
+
 @pytest.mark.parametrize(
     ("call", "advice"),
     [
@@ -95,6 +99,8 @@ Call = Callable[[Path], object]
         (lambda path: deltackpt.Keep(best=("loss", "low")), '"max"'),
         (lambda path: deltackpt.Every(3), "Every(steps=50)"),
         (lambda path: deltackpt.Every(), "Every(steps=50)"),
+        (lambda path: deltackpt.Compact(300), "Compact(interval=600)"),
+        (lambda path: _opened(path, observers=[_Deaf]), "observers=[_Deaf()]"),
     ],
 )
 def test_a_wrong_value_is_answered_with_a_right_one(path: Path, call: Call, advice: str) -> None:
@@ -176,7 +182,7 @@ def test_rules_can_be_copied_and_pickled() -> None:
     import copy
     import pickle
 
-    for rules in (deltackpt.Keep(last=3), deltackpt.Every(seconds=3.0)):
+    for rules in (deltackpt.Keep(last=3), deltackpt.Every(seconds=3.0), deltackpt.Compact(every=3)):
         assert copy.deepcopy(rules) == rules
         assert pickle.loads(pickle.dumps(rules)) == rules
 
