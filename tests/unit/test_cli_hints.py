@@ -105,6 +105,26 @@ def test_one_tensor_that_is_not_there(path: Path) -> None:
         assert "near it are model/layer.weight" in result.stderr
 
 
+def test_a_plain_value_in_place_of_a_tensor(path: Path) -> None:
+    for words in (["show", path, "--tensor", "optimizer/lr"], ["blame", path, "optimizer/lr"]):
+        result = run(*words)
+        assert result.exit_code == 2
+        assert "it is a plain value: 'show --only optimizer/lr' prints it" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [(["--tensor", "model/layer.weight", "--only", "model/*"], "--tensor and --only cannot"),
+     (["--chunk", "abcd", "--only", "model/*"], "--chunk and --only cannot"),
+     (["--chunk", "abcd", "--tensor", "model/layer.weight"], "--tensor and --chunk cannot"),
+     (["@20", "--chunk", "abcd"], "--chunk looks at all steps: leave '@20' out")],
+)  # fmt: skip
+def test_what_show_would_not_look_at_is_refused(path: Path, words: list[str], told: str) -> None:
+    result = run("show", path, *words)
+    assert result.exit_code == 2
+    assert told in result.stderr
+
+
 def test_a_prefix_that_nothing_has(path: Path) -> None:
     result = run("export", path, "@20", "x.pt", "--prefix", "optimiser/")
     assert "nothing in this step lies below 'optimiser/'\n" in result.stderr
@@ -249,6 +269,10 @@ def test_probe_tries_no_other_place(tmp_path: Path) -> None:
     assert result.output.splitlines()[0] == head
     (tmp_path / "file").touch()
     assert "is no directory" in run("probe", tmp_path / "file").stderr
+    for name in ("", "s3://bucket/store"):
+        result = run("probe", name)
+        assert result.exit_code == 2
+        assert f"{name!r} cannot be the path of a store" in result.stderr
     assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
 
 
@@ -390,6 +414,27 @@ def test_a_length_of_time_has_a_unit(path: Path, words: list[str]) -> None:
     assert result.exit_code == 2
     assert "lacks the unit" in result.stderr
     assert len(Store.open(path).numbers("main")) == 2
+
+
+@pytest.mark.parametrize("name", ["", "-"])
+def test_an_output_that_is_no_file_is_refused_before_it_is_made(
+    path: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for words in (["export", path, "@20", name, "--format", "torch"], ["report", path, "-o", name],
+                  ["report", path, "--png", name]):  # fmt: skip
+        result = run(*words)
+        assert result.exit_code == 2
+        assert f"{name!r} cannot be the name of an output file" in result.stderr
+    assert [entry.name for entry in tmp_path.iterdir()] == ["store"]
+
+
+def test_the_picture_does_not_replace_the_page(path: Path, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    result = run("report", path, "-o", page, "--png", f"{tmp_path}/./page.html")
+    assert result.exit_code == 2
+    assert "--png and --output both name" in result.stderr
+    assert not page.exists()
 
 
 def test_an_output_in_a_folder_that_is_not_there_is_one_error_everywhere(

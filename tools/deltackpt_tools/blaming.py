@@ -128,7 +128,11 @@ def blame(
         raise NotFoundError(
             f"{commit.run}@{commit.step} has no tensor {tensor!r}",
             kind="unknown-tensor",
-            hint=near(tensor, list(_by_path(snapshot))),
+            hint=near(
+                tensor,
+                list(_by_path(snapshot)),
+                [snapshot.layout.paths[slot] for slot in snapshot.objects],
+            ),
             path=tensor,
         )
     walk = _Walk(where, line, snapshot, views, progress)

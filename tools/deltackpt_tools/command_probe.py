@@ -10,6 +10,7 @@ from deltackpt_store.errors import InvalidInputError, NotFoundError
 from deltackpt_store.fileio import FileIO
 from deltackpt_store.location import Primitive, probe
 from deltackpt_store.oserror import storage_error
+from deltackpt_store.store import absolute_path
 
 from deltackpt_tools.exits import Exit
 from deltackpt_tools.output import PATH, document, json_option, safe, table, write_json
@@ -47,7 +48,7 @@ def _document(place: str, found: list[Primitive]) -> dict[str, Any]:
 def _place(path: str) -> str:
     """The directory to try in: the cache of a store, else the directory itself, or the one that a
     store would be made in. Nothing is tried farther up, which may be another file system."""
-    path = os.path.realpath(path)
+    path = absolute_path(path)
     if os.path.exists(f"{path}/FORMAT"):
         return f"{path}/cache"
     if os.path.isdir(path):

@@ -87,8 +87,11 @@ def command(
     The page is one file that fetches nothing: mail it, keep it with the run. All runs are shown
     (or RUN only). Exit code 12 when damage was found (the page lists it).
     """
-    for target in filter(None, (output, png)):
-        check_target(target, force=True)
+    check_target(output, force=True)
+    if png is not None:
+        check_target(png, force=True)
+        if os.path.realpath(png) == os.path.realpath(output):
+            raise click.UsageError(f"--png and --output both name {output}")
     with Progress("steps", unit="") as progress:
         result = report(
             store_path, run, values=values, verify=None if level == "none" else level, mtbf=mtbf,

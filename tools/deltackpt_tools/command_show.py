@@ -192,7 +192,7 @@ def _chunk_lines(details: ChunkDetails) -> list[str]:
 
 @click.command("show")
 @store_argument
-@click.argument("step", default="latest")
+@click.argument("step", required=False)
 @click.option(
     "--only",
     "globs",
@@ -202,14 +202,16 @@ def _chunk_lines(details: ChunkDetails) -> list[str]:
 )
 @click.option("--tensor", metavar="PATH", help="One tensor of the step, chunk by chunk.")
 @click.option(
-    "--chunk", metavar="ID", help="One chunk (begin of its id): where it lies and who needs it."
+    "--chunk",
+    metavar="ID",
+    help="One chunk (begin of its id), of whatever step: where it lies and who needs it.",
 )
 @json_option
 @click.pass_context
 def command(
     context: click.Context,
     store_path: str,
-    step: str,
+    step: str | None,
     globs: tuple[str, ...],
     tensor: str | None,
     chunk: str | None,
@@ -221,9 +223,17 @@ def command(
     tables of the packs, not the data: 'verify' checks that. With --tensor or --chunk, one of them
     is shown closely instead. Exit code 3 when a pack is damaged or a chunk is missing.
     """
-    store = open_store(store_path)
-    if tensor is not None and chunk is not None:
+    closely = [
+        name for name, value in (("--tensor", tensor), ("--chunk", chunk)) if value is not None
+    ]
+    if len(closely) > 1:
         raise click.UsageError("--tensor and --chunk cannot be combined")
+    if closely and globs:
+        raise click.UsageError(f"{closely[0]} and --only cannot be combined")
+    if chunk is not None and step is not None:
+        raise click.UsageError(f"--chunk looks at all steps: leave {step!r} out")
+    step = "latest" if step is None else step
+    store = open_store(store_path)
     if chunk is not None:
         _show_chunk(store, chunk, as_json)
         return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from fnmatch import fnmatchcase
 
 from deltackpt_store.errors import NotFoundError
@@ -40,8 +40,11 @@ def require_matches(globs: Sequence[str], paths: Iterable[str], where: str) -> N
             )
 
 
-def near(pattern: str, paths: Sequence[str]) -> str:
-    """What to write instead of a path or glob that matched none of `paths`."""
+def near(pattern: str, paths: Sequence[str], values: Collection[str] = ()) -> str:
+    """What to write instead of a path or glob that matched none of `paths`; `values` are those of
+    plain values, where only tensors will do."""
+    if pattern in values:
+        return f"it is a plain value: 'show --only {pattern}' prints it, 'diff' compares it"
     if os.path.lexists(pattern):
         return f"a file here has that name: quote the pattern ('{pattern}') against the shell"
     below = pattern.rstrip("/") + "/"

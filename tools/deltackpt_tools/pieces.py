@@ -129,7 +129,11 @@ def show_tensor(store: StoreLike, path: str, step: StepLike = "latest") -> Tenso
         raise NotFoundError(
             f"{commit.run}@{commit.step} has no tensor {path!r}",
             kind="unknown-tensor",
-            hint=near(path, [one.path for one in description.tensors]),
+            hint=near(
+                path,
+                [one.path for one in description.tensors],
+                [one.path for one in description.values],
+            ),
             path=path,
         )
     return TensorDetails(

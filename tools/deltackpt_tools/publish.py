@@ -32,7 +32,16 @@ from deltackpt_tools.output import size
 
 def check_target(path: str, *, force: bool) -> None:
     """Refuse, before any work is done, a target that :func:`published` would refuse at the end."""
-    folder = os.path.dirname(os.path.abspath(path))
+    if path in ("", "-"):
+        raise InvalidInputError(
+            f"{path!r} cannot be the name of an output file", kind="bad-path", path=path,
+            hint="name a file: what is read back while it is written cannot go to standard output"
+            if path else "name a file",
+        )  # fmt: skip
+    try:
+        folder = os.path.dirname(os.path.abspath(path))
+    except OSError as error:  # the working directory was removed
+        raise cannot_write(error, path) from error
     if not os.path.isdir(folder):
         raise StorageError(
             f"cannot write {path}: the folder {folder} does not exist",
