@@ -7,7 +7,7 @@ one extent:
 - spans that share bytes go together (tied weights, overlapping views, views of a saved buffer);
 - a span or group whose bytes are one run without gaps is saved from where it is, also one that
   overlaps itself (windows into a series), which has more elements than memory;
-- a lone span with gaps is packed into a dense copy;
+- a lone span with gaps is packed into a dense copy, unless it has more elements than memory;
 - spans that lie in each other's gaps without sharing a byte are separate groups, so that the
   bytes between them are never saved. Only spans that do share elements keep a gap they enclose.
 """
@@ -174,8 +174,9 @@ def _group(spans: Sequence[Span], kinds: list[list[int]]) -> Group:
     members = tuple(sorted(i for kind in kinds for i in kind))
     first = spans[members[0]]
     if len(kinds) == 1 and not first.gapless:
-        count = math.prod(n for n, _ in first.dims)
-        return Group(members, first.start, first.start + count * first.itemsize, first.dims)
+        packed = math.prod(n for n, _ in first.dims) * first.itemsize
+        if packed < first.form.nbytes:  # else it overlaps itself
+            return Group(members, first.start, first.start + packed, first.dims)
     start = min(spans[i].start for i in members)
     end = max(spans[i].end for i in members)
     widest = max((spans[i] for i in members), key=lambda s: s.itemsize)

@@ -86,10 +86,11 @@ def test_dense_layouts_keep_their_strides(tensor: Tensor) -> None:
         numbers(2000).as_strided((1000, 1001), (1, 1)),
         numbers(1000).unfold(0, 20, 3),
         numbers(60, 40).unfold(0, 8, 1).transpose(0, 2),
+        numbers(1000)[::2].unfold(0, 20, 1),
         numbers(1000).as_strided((3, 20, 30), (0, 1, 1), 100),
         torch.randn(500, dtype=torch.complex64).unfold(0, 9, 2).conj(),
     ],
-    ids=["hankel", "windows", "windows-of-rows", "expanded", "conjugate"],
+    ids=["hankel", "windows", "windows-of-rows", "windows-with-gaps", "expanded", "conjugate"],
 )
 def test_windows_are_saved_as_the_series_that_they_look_at(tensor: Tensor) -> None:
     # case 1, case 8: a million elements in the memory of two thousand were saved as a million

@@ -17,6 +17,10 @@ def windows() -> dict[str, torch.Tensor]:
     return {"w": torch.arange(400.0).unfold(0, 8, 3)}
 
 
+def windows_with_gaps() -> dict[str, torch.Tensor]:
+    return {"w": torch.arange(999.0)[::2].unfold(0, 8, 1)}
+
+
 def windows_and_base() -> dict[str, torch.Tensor]:
     base = torch.arange(4000.0)
     return {"w": base.unfold(0, 8, 3), "base": base, "middle": base[100:300]}
@@ -57,7 +61,7 @@ def expanded_without_elements() -> dict[str, torch.Tensor]:
 
 OVERLAPPING = [
     hankel,
-    windows, windows_and_base, conjugate_parts, transposed_with_gaps, unaligned,
+    windows, windows_with_gaps, windows_and_base, conjugate_parts, transposed_with_gaps, unaligned,
     buffer_of_parameters,
 ]  # fmt: skip
 
@@ -80,6 +84,17 @@ def test_any_overlap_takes_back_what_was_saved(
     for key, tensor in tensors:
         assert state["t"][key] is tensor
         assert same(tensor, expected[key]), key
+
+
+@pytest.mark.parametrize("low_memory", [False, True])
+def test_what_lies_between_windows_is_left_alone(keeper: Keeper, low_memory: bool) -> None:
+    base = torch.arange(9999.0)
+    state = {"t": {"w": base[::2].unfold(0, 8, 1)}}
+    keeper.save(state, 1)
+    base.fill_(-1)
+    back(keeper, state, low_memory=low_memory)
+    assert base[1::2].eq(-1).all()
+    assert base[::2].equal(torch.arange(9999.0)[::2])
 
 
 @pytest.mark.parametrize("make", OVERLAPPING)
