@@ -88,6 +88,11 @@ __all__ = ["Leaves", "Origin", "Tree", "Walker", "build"]
 _log = logging.getLogger("deltackpt.tree")
 
 _LOOSE = Origin()
+_INSIDE = "inside of another object's state_dict(), which would get back a dict in its place"
+_INSIDE_HINT = (
+    "let that state_dict() return the state_dict() of this one, and load_state_dict() hand it on"
+    " (of an optimizer: register_state_dict_post_hook and register_load_state_dict_pre_hook)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +209,8 @@ class Walker:
         if kind in MAPPINGS or kind in SEQUENCES or is_namedtuple(kind):
             return self._guarded(value, path, depth, origin, self._container)
         if has_method(value, "state_dict"):
+            if origin is not None and id(value) not in self._inside:
+                raise refuse(path, f"is a {kind.__qualname__} {_INSIDE}", _INSIDE_HINT)
             return self._guarded(value, path, depth, origin, self._stateful)
         if isinstance(value, torch.Generator):
             raise refuse(path, "is a torch.Generator", keeper_hint("generator.get_state()"))

@@ -268,7 +268,8 @@ def _explain(value: Any) -> tuple[str, str]:
             return f"is a subclass of {base.__name__} ({name})", f"save {base.__name__}(value)"
     return (
         f"is of type {name}, which has no portable form",
-        "give it state_dict() and load_state_dict(), or save plain values and tensors from it",
+        "save plain values and tensors from it, or, where it lies in the state itself and not in"
+        " what an object's state_dict() returns, give it state_dict() and load_state_dict()",
     )
 
 

@@ -244,6 +244,39 @@ def test_objects_with_a_state_dict() -> None:
     assert second.layout is first.layout
 
 
+class Holder:
+    """An object that lets its state_dict() return other objects."""
+
+    def __init__(self, **inner: Any) -> None:
+        self.inner = inner
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.inner)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.inner = state
+
+
+def test_an_object_inside_of_another_ones_state_is_refused() -> None:
+    """A restore that raised nothing left a dict where the module (a projector, ...) had been."""
+    # case 32
+    holder = Holder(k=1)
+    first = take({"t": holder})
+    for inner in (nn.Linear(2, 2), Holder(k=1), [Holder()]):
+        holder.inner["ema"] = inner
+        for previous in (None, first):
+            with pytest.raises(InvalidInputError, match=r"'t/ema.* get back a dict") as caught:
+                take({"t": holder}, previous=previous)
+            assert caught.value.hint is not None
+            assert "hand it on" in caught.value.hint
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.state[model.weight]["projector"] = Holder(k=1)
+    with pytest.raises(InvalidInputError, match="optimizer/state/0/projector"):
+        take({"model": model, "optimizer": optimizer})
+    assert roundtrip({"in": [Holder(k=1)]}) == {"in": [{"k": 1}]}  # which restores in its place
+
+
 def test_module_metadata_comes_back() -> None:
     """Without its version entries, an old key layout would be 'upgraded' a second time."""
     model = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2))
