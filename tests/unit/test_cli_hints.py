@@ -259,6 +259,15 @@ def test_an_unknown_ending_is_no_format(path: Path, tmp_path: Path, name: str) -
     assert run("export", path, "@20", target, "--format", "safetensors").exit_code == 0
 
 
+def test_a_file_of_tensors_without_one_is_not_written(path: Path, tmp_path: Path) -> None:
+    """Prevents: a mistyped prefix that exports nothing and says that all is well."""
+    result = run("export", path, "@20", tmp_path / "x.safetensors", "--prefix", "optimizer")
+    assert result.exit_code == 2
+    assert "nothing that was chosen is a tensor" in result.stderr
+    assert not (tmp_path / "x.safetensors").exists()
+    assert run("export", path, "@20", tmp_path / "x.pt", "--prefix", "optimizer").exit_code == 0
+
+
 def test_probe_tries_no_other_place(tmp_path: Path) -> None:
     result = run("probe", tmp_path / "none" / "store")
     assert result.exit_code == 2
@@ -274,6 +283,23 @@ def test_probe_tries_no_other_place(tmp_path: Path) -> None:
         assert result.exit_code == 2
         assert f"{name!r} cannot be the path of a store" in result.stderr
     assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
+
+
+def test_every_document_names_the_store_from_the_root(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(path.parent)
+    for words in (
+        ["log"], ["show"], ["show", "--tensor", "model/layer.weight"], ["diff"], ["blame", "*"],
+        ["verify"], ["repair"], ["repair", "--dry-run"], ["probe"], ["du"],
+        ["watch", "--once"], ["report"], ["export", "@20", "x.pt"],
+        ["pin", "paper", "@20"], ["unpin", "paper"], ["retain", "--last", "1", "--dry-run"],
+        ["delete", "main", "--dry-run"], ["compact", "--dry-run"], ["compact"], ["gc"],
+    ):  # fmt: skip
+        result = run(words[0], "store", *words[1:], "--json")
+        document = json.loads(result.stdout)
+        assert document["format"].startswith(f"deltackpt.{words[0]}"), result.output
+        assert document["store"].startswith(str(path.resolve())), words
 
 
 # watching what is not there yet ------------------------------------------------------------------
@@ -384,6 +410,7 @@ def test_a_place_that_is_no_store_is_told_why(
      (["diff", "S", "@10..@20"], "write RUN@STEP, @STEP"),
      (["diff", "S", "runs/other"], "--other runs/other"),
      (["pin", "S", "main@20", "paper"], "pin STORE NAME STEP"),
+     (["pin", "S", "main", "@20"], "pin STORE NAME STEP"),
      (["advise", "S"], "Mean time between failures"),
      (["retain", "S", "main", "--best", ""], "--best loss"),
      (["retain", "S", "main", "--best", ":min"], "--best loss"),

@@ -17,8 +17,8 @@ from deltackpt_tools.stores import label, open_store
 def command(store_path: str, name: str, step: str, as_json: bool) -> None:
     """Call STEP NAME; retention and 'gc' leave it alone from then on.
 
-    The name can be used wherever a step is named. Pinning the same step again changes nothing; a
-    name that means another step is refused with exit code 11.
+    The name can be used wherever a step is named, and cannot be that of a run. Pinning the same
+    step again changes nothing; a name that means another step is refused with exit code 11.
     """
     store = open_store(store_path)
     if "@" in name:
@@ -26,6 +26,13 @@ def command(store_path: str, name: str, step: str, as_json: bool) -> None:
             f"{name!r} cannot be the name of a pin",
             kind="bad-name",
             hint="the name comes first, then the step: deltackpt pin STORE NAME STEP",
+            name=name,
+        )
+    if name in store.runs():
+        raise InvalidInputError(
+            f"{name!r} cannot be the name of a pin: it means the newest step of that run",
+            kind="bad-name",
+            hint="choose another name, which comes before the step: deltackpt pin STORE NAME STEP",
             name=name,
         )
     commit = store.resolve_name(step)

@@ -7,6 +7,7 @@ from typing import Any
 import click
 from deltackpt_store.repair import LostStep, RepairReport, repair
 from deltackpt_store.settling import ACK_SECONDS
+from deltackpt_store.store import absolute_path
 
 from deltackpt_tools.exits import Exit
 from deltackpt_tools.output import (
@@ -144,7 +145,7 @@ def command(
             progress=progress.update,
         )
     if as_json:
-        write_json(_document(store_path, report))
+        write_json(_document(absolute_path(store_path), report))
     else:
         click.echo("\n".join(_lines(report)))
     context.exit(_exit(report))

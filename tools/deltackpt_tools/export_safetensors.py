@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from io import BufferedRandom
 from math import prod
 
-from deltackpt_store.errors import InvalidInputError, StateError
+from deltackpt_store.errors import InvalidInputError, NotFoundError, StateError
 from deltackpt_store.manifest import Commit, Snapshot, element_bytes
 
 from deltackpt_tools.progress import Progress
@@ -48,7 +48,8 @@ def export_safetensors(
 
     The format knows no sharing: tied tensors are written once under each name and listed in
     `tied`. Tensors that the format cannot hold are left out and listed in `refused`.
-    Raises InvalidInputError for names that collide, CorruptionError for damaged chunks.
+    Raises InvalidInputError for names that collide, NotFoundError where none is a tensor,
+    CorruptionError for damaged chunks.
     """
     result = Exported()
     paths = snapshot.layout.paths
@@ -69,6 +70,11 @@ def export_safetensors(
         by_extent[view.extent].append(name)
     result.left_out += [(path, "internal to the library") for path in selection.internal]
     result.left_out += [(paths[slot], "not a tensor") for slot in selection.values]
+    if not entries and not result.refused:
+        raise NotFoundError(
+            "nothing that was chosen is a tensor, and a safetensors file holds nothing else",
+            kind="nothing-selected", hint="--format torch writes plain values, too",
+        )  # fmt: skip
     result.tied = [sorted(group) for group in by_extent.values() if len(group) > 1]
     entries = ordered(entries)
     metadata = {
