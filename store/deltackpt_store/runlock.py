@@ -21,7 +21,7 @@ from collections.abc import Callable
 from deltackpt_store.errors import ConflictError
 from deltackpt_store.fileio import is_shared, open_regular, part, share_lock, still_named
 from deltackpt_store.oserror import NO_LOCKS
-from deltackpt_store.process_note import NOTE_BYTES, own_note, read_note
+from deltackpt_store.process_note import NOTE_BYTES, is_own, own_note, read_note
 
 _log = logging.getLogger("deltackpt.writer")
 
@@ -33,6 +33,10 @@ _BUSY = frozenset({errno.EAGAIN, errno.EWOULDBLOCK, errno.EACCES})
 _HINT = (
     "end that trainer or give this one another run name; a writer that is only finishing its last"
     " save lets go by itself"
+)
+_OWN = (
+    "that is this process: close() the Checkpointer of the run that is still open (in a notebook,"
+    " the traceback of an error may keep it so)"
 )
 _SHARED = (
     "end that trainer; if it writes to another store, of which this one is a copy made of hard"
@@ -73,7 +77,7 @@ class RunLock:
                 elif locked is None or (locked and still_named(path, fd)):
                     _describe(fd)
                     return cls(fd, locked=locked is not None)
-                holder, shared = _holder(fd), is_shared(fd)
+                note, shared = _note(fd), is_shared(fd)
             except BaseException:
                 os.close(fd)
                 raise
@@ -81,6 +85,7 @@ class RunLock:
             if locked:
                 continue  # the file was replaced under us: lock the new one
             now = time.monotonic()
+            holder = read_note(note) or "another process"
             if not told and now >= begun + _PATIENCE_SECONDS:
                 told = True
                 _log.warning(
@@ -92,7 +97,7 @@ class RunLock:
                 raise ConflictError(
                     f"run {run!r} is being written by {holder}",
                     kind="run-locked",
-                    hint=_SHARED.format(path) if shared else hint,
+                    hint=_SHARED.format(path) if shared else _OWN if is_own(note) else hint,
                     run=run,
                 )
 
@@ -128,11 +133,12 @@ def _describe(fd: int) -> None:
         os.pwrite(fd, own_note(), 0)
 
 
-def _holder(fd: int) -> str:
+def _note(fd: int) -> bytes:
+    """What the holder has left of itself."""
     try:
-        return read_note(os.pread(fd, NOTE_BYTES, 0)) or "another process"
+        return os.pread(fd, NOTE_BYTES, 0)
     except OSError:
-        return "another process"
+        return b""
 
 
 _locks: weakref.WeakSet[RunLock] = weakref.WeakSet()

@@ -22,6 +22,7 @@ from deltackpt_store.encode_crew import Crew
 from deltackpt_store.errors import DeltackptError, WriterError, no_thread
 from deltackpt_store.fileio import FileIO
 from deltackpt_store.open_run import open_session
+from deltackpt_store.process_note import writes_for
 from deltackpt_store.protocol import Channel, Hello, ToTrainer, ToWriter
 from deltackpt_store.ring import Ring
 from deltackpt_store.session import RunWriter
@@ -219,6 +220,7 @@ def _loop(mailbox: Mailbox, session: RunWriter) -> None:
 
 def serve_process(*, control_fd: int, ring_fd: int, parent: int) -> None:
     """Serve the process `parent`, whose death counts as the end of the channel."""
+    writes_for(parent)
     sock = socket.socket(fileno=control_fd)
     channel = Channel(sock, watch=_death_of(parent))
     serve(channel, lambda slots, size: Ring.attach(ring_fd, slots, size), own_process=True)

@@ -36,6 +36,7 @@ from deltackpt_store import (
     lmdb_env,
     manifest_io,
     pack,
+    process_note,
     protocol,
     runlock,
     values,
@@ -244,7 +245,8 @@ def run_lock(data: bytes) -> object:
     with tempfile.TemporaryFile() as file:
         file.write(data)
         file.flush()
-        return runlock._holder(file.fileno())
+        note = runlock._note(file.fileno())
+        return process_note.read_note(note), process_note.is_own(note)
 
 
 def index_seal(data: bytes) -> object:
@@ -303,7 +305,8 @@ def decoders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Decoder]:
                        trailing, b"DCKPTAK\x01"),
         "lease": Decoder(lambda d: leases.holder(OneFile(d), "/s", WRITER),
                          [b'{"pid": 1, "host": "x"}']),
-        "run lock": Decoder(run_lock, [b'{"pid": 1, "host": "x"}']),
+        "run lock": Decoder(run_lock, [b'{"pid": 1, "host": "x"}',
+                                       b'{"pid": 2, "host": "x", "trainer": 1}']),
         "seal of the index": Decoder(index_seal, [b"{}"]),
         "check log": Decoder(lambda d: CheckLog(OneFile(d), "/s", UUID),
                              [read(path / "cache/verified")], trailing, b"DCKPTCK\x01"),

@@ -348,12 +348,19 @@ def test_existing_and_earlier_steps_are_refused(
         again.save(1)
 
 
-def test_a_second_checkpointer_on_the_run_is_told_who_holds_it(path: Path, opened: Opener) -> None:
+@pytest.mark.parametrize("writer", ["thread", "process"])
+def test_a_second_checkpointer_on_the_run_is_told_who_holds_it(
+    path: Path, opened: Opener, writer: str
+) -> None:
+    """The training process, which is what the user knows and can end; here it is this one."""
     state = {"x": torch.zeros(5000)}
-    first, second = opened(state), opened(state, lock_timeout=0.1)
+    first = opened(state, writer=writer)
+    second = opened(state, writer=writer, lock_timeout=0.1)
     first.save(0).result(60)
-    with pytest.raises(ConflictError, match=str(os.getpid())):
+    with pytest.raises(ConflictError, match=f"written by process {os.getpid()} ") as caught:
         second.save(1).result(60)
+    assert caught.value.hint is not None
+    assert "close() the Checkpointer" in caught.value.hint
     first.close()
     second.save(1).result(60)
 

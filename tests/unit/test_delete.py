@@ -88,6 +88,7 @@ def test_nothing_goes_beside_a_writer_a_reader_or_a_pin(store: Store, made: Made
     commits, _ = made
     directory = f"{store.path}/runs/tune"
     lock = RunLock.acquire(directory, "tune", timeout=0, cancelled=lambda _: True)
+    Path(directory, ".lock").write_text('{"pid": 1, "host": "node3"}')  # not of this process
     with pytest.raises(ConflictError, match="is being written") as caught:
         delete_run(store, "tune")
     assert caught.value.kind == "run-locked"

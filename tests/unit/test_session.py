@@ -719,6 +719,19 @@ def test_waiting_for_an_earlier_writer_is_told_once(
     assert "lock_timeout" in message
 
 
+def test_of_a_writer_process_the_trainer_is_named(tmp_path: Path) -> None:
+    """Ending its writer, whose number was told, ends nothing: the trainer starts another."""
+    lock = runlock.RunLock.acquire(str(tmp_path), "r", timeout=0, cancelled=lambda _: False)
+    (tmp_path / ".lock").write_text('{"pid": 2, "host": "node3", "trainer": 1}')
+    with pytest.raises(
+        ConflictError, match=r"process 1 on 'node3' \(its writer: process 2\)"
+    ) as info:
+        runlock.RunLock.acquire(str(tmp_path), "r", timeout=0, cancelled=lambda _: True)
+    lock.release()
+    assert info.value.hint is not None
+    assert "end that trainer" in info.value.hint
+
+
 @pytest.mark.parametrize("code", [errno.ENOLCK, errno.ENOTSUP])
 def test_without_file_locks_the_writer_works_and_says_so(
     start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, code: int
