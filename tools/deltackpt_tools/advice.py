@@ -31,6 +31,7 @@ from deltackpt_store.errors import InvalidInputError
 from deltackpt_store.manifest import Commit
 from deltackpt_store.store import Store
 
+from deltackpt_tools.arguments import check_seconds, check_share
 from deltackpt_tools.damage import naming_tensors
 from deltackpt_tools.frames import as_dict, frame
 from deltackpt_tools.history_stat import durable_seconds
@@ -123,10 +124,14 @@ def advise(
 
     `mtbf` is the mean time between failures in seconds, `overhead` the largest share of time that
     stalls may take. Unless `restore` (seconds) is given, up to `SAMPLE_BYTES` of the newest step
-    are read to measure it. InvalidInputError when the run has too few saves that recorded figures.
+    are read to measure it. InvalidInputError for a number that cannot be one of these, and when the
+    run has too few saves that recorded figures.
     """
-    if mtbf <= 0:
-        raise InvalidInputError("the mean time between failures must be positive", option="mtbf")
+    check_seconds("mtbf", mtbf)
+    if overhead is not None:
+        check_share("overhead", overhead)
+    if restore is not None:
+        check_seconds("restore", restore, zero=True)
     where = as_store(store)
     name = run if run is not None else newest_run(where)
     line = where.lineage(name)

@@ -13,6 +13,7 @@ from deltackpt_store.manifest import Commit, Snapshot, TensorView
 from deltackpt_store.store import Store
 from numpy.typing import NDArray
 
+from deltackpt_tools.arguments import check_text
 from deltackpt_tools.chunk_rows import ChunkRows
 from deltackpt_tools.compare import span, tensor_nbytes
 from deltackpt_tools.frames import as_dict, frame
@@ -119,6 +120,7 @@ def blame(
     every chunk of the tensors that any step changed, to find the first with NaN or infinite
     elements. `progress(done, total)` counts steps. Raises NotFoundError when nothing matches.
     """
+    check_text("tensor", tensor)
     where = as_store(store)
     commit = as_commit(where, step)
     line = ancestry(where, commit)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from deltackpt_tools.arguments import check_depth
 from deltackpt_tools.frames import as_dict, frame
 from deltackpt_tools.module_paths import Depth, folding, natural
 
@@ -80,7 +81,8 @@ class TensorChange:
 
 @dataclass(frozen=True, slots=True)
 class ValueChange:
-    """A plain value that differs, rendered as a line of Python; None on the side that lacks it."""
+    """A plain value that differs, each side as a line of Python: the whole, or where that reads
+    alike the first part that differs, after its place. None on the side that lacks it."""
 
     path: str
     old: str | None
@@ -154,6 +156,7 @@ class Diff:
     def modules(self, depth: Depth) -> tuple[ModuleChange, ...]:
         """The tensors folded to modules of `depth` parts, or with "auto" to a readable number of
         modules; those that changed most first."""
+        check_depth(depth)
         return tuple(_fold(self, depth))
 
     def to_dict(self) -> dict[str, Any]:

@@ -223,7 +223,8 @@ def command(
     """Show what differs between the steps A and B: tensors, modules, plain values.
 
     A and B are each RUN@STEP, @STEP, RUN (its newest step), a pin or 'latest'. Without B, A (or the
-    newest step) is compared with the step it continues. Reads manifests only, unless --values.
+    newest step) is compared with the step it continues, or with the newest of --other. Reads
+    manifests only, unless --values.
     To find which layers a fine-tuning changed, compare its first and last step with --depth; to
     find when a NaN appeared, see 'blame --nan'. Exit code 0 when bit-identical, 1 when not.
     """

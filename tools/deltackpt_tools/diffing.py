@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from deltackpt_store.errors import NotFoundError
 from deltackpt_store.manifest import Commit
 from deltackpt_store.store import Store
 
+from deltackpt_tools.arguments import check_globs
 from deltackpt_tools.changes import Diff, Side, TensorChange, by_importance
 from deltackpt_tools.compare import compare
 from deltackpt_tools.module_paths import natural
@@ -24,20 +25,22 @@ def diff(
     new: StepLike | None = None,
     *,
     other: StoreLike | None = None,
-    only: Sequence[str] = (),
+    only: str | Iterable[str] = (),
     values: bool = False,
     progress: Callable[[int, int | None], None] | None = None,
 ) -> Diff:
     """Compare two steps, from manifests alone unless `values`.
 
     `new` is looked up in `other` when that is given, else in `store`; with `new` None the step
-    `old` is compared with the one it continues. `only` are globs of paths (``*`` crosses ``/``).
+    `old` is compared with the one it continues, or with the newest of `other`. `only`: a glob of
+    paths, or several (``*`` crosses ``/``).
     With `values` the chunks that differ are read (a bounded number at a time) and every changed
     tensor gets `ValueStats`; `progress(done, total)` then counts bytes.
 
     Raises NotFoundError (also for a glob that matches nothing in either step), CorruptionError (of
     a manifest; with `values` of a chunk) and InvalidInputError for an ambiguous name.
     """
+    only = check_globs(only)
     before = as_store(store)
     after = before if other is None else as_store(other)
     if new is None and other is None:

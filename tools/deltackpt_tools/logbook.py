@@ -11,6 +11,7 @@ from deltackpt_store.history import Commits
 from deltackpt_store.manifest import Commit
 from deltackpt_store.store import Store
 
+from deltackpt_tools.arguments import check_whole
 from deltackpt_tools.frames import as_dict, frame
 from deltackpt_tools.named import StoreLike, as_store
 from deltackpt_tools.stores import stat
@@ -101,7 +102,10 @@ class Log:
 
 
 def log(store: StoreLike, run: str | None = None, *, limit: int | None = None) -> Log:
-    """The commits of all runs (or of `run`), newest first. Damaged ones are listed, not raised."""
+    """The commits of all runs (or of `run`), newest first, at most `limit` of each. Damaged ones
+    are listed, not raised."""
+    if limit is not None:
+        check_whole("limit", limit)
     where = as_store(store)
     pins = where.pins()
     pinned: dict[tuple[str, int], list[str]] = {}

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from deltackpt_tools.arguments import check_depth, check_globs
 from deltackpt_tools.describe import describe
 from deltackpt_tools.frames import as_dict, frame
 from deltackpt_tools.module_paths import Depth
@@ -83,10 +84,13 @@ class Usages:
         return frame([step.to_dict() for step in self.steps])
 
 
-def show(store: StoreLike, step: StepLike = "latest", *, only: tuple[str, ...] = ()) -> Step:
-    """One step: its tensors, plain values, environment, and how it is stored. Reads no payload."""
+def show(store: StoreLike, step: StepLike = "latest", *, only: str | Iterable[str] = ()) -> Step:
+    """One step: its tensors, plain values, environment, and how it is stored. Reads no payload.
+
+    `only`: a glob of paths, or several (``*`` crosses ``/``).
+    """
     where = as_store(store)
-    found = describe(where, as_commit(where, step), only)
+    found = describe(where, as_commit(where, step), check_globs(only))
     commit = found.commit
     return Step(
         store=where.path,
@@ -117,6 +121,8 @@ def du(
 ) -> Usages:
     """Who holds which bytes, by step and, with `depth`, by module of so many parts ("auto": as
     many as make a readable list)."""
+    if depth is not None:
+        check_depth(depth)
     where = as_store(store)
     usage = measure(where, progress)
     return Usages(

@@ -13,6 +13,7 @@ from deltackpt_store.index import Location
 from deltackpt_store.merkle import tensor_digest
 from deltackpt_store.store import Store
 
+from deltackpt_tools.arguments import check_text
 from deltackpt_tools.compare import span
 from deltackpt_tools.describe import TensorRow, describe, find_places
 from deltackpt_tools.frames import as_dict, frame
@@ -174,7 +175,7 @@ def show_chunk(
     NotFoundError when no pack holds such a chunk, InvalidInputError when several do.
     """
     where = as_store(store)
-    text = prefix.lower()
+    text = check_text("prefix", prefix).lower()
     if len(text) < MIN_PREFIX or len(text) > 64 or set(text) - set("0123456789abcdef"):
         raise InvalidInputError(
             f"{prefix!r} does not begin a chunk id",

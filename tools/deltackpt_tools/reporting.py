@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from deltackpt_store.errors import DeltackptError
+from deltackpt_store.errors import DeltackptError, NotFoundError, told
 from deltackpt_store.manifest import Commit, Snapshot
 from deltackpt_store.store import Store
 from numpy.typing import NDArray
 
 from deltackpt_tools.advice import Advice, from_commits, measure_restore
+from deltackpt_tools.arguments import check_seconds
 from deltackpt_tools.base_interval import base_interval
 from deltackpt_tools.frames import frame
 from deltackpt_tools.named import StoreLike, as_store
@@ -63,10 +64,18 @@ class Report:
         return page(self.store, self.made, self.runs, self.health)
 
     def heatmap_png(self, run: str | None = None) -> bytes:
-        """The heat-map of `run` (default: the first) as a PNG file."""
+        """The heat-map of `run` (default: the first) as a PNG file; NotFoundError where the report
+        has no such run."""
         from deltackpt_tools.heatmap_image import image
 
-        return image(next(one for one in self.runs if run is None or one.run == run))
+        for one in self.runs:
+            if run is None or one.run == run:
+                return image(one)
+        raise NotFoundError(
+            "the report has no run" if run is None else f"the report has no run {told(run)}",
+            kind="unknown-run",
+            hint=f"it has {', '.join(one.run for one in self.runs)}" if self.runs else None,
+        )
 
 
 def report(
@@ -85,6 +94,7 @@ def report(
     newest step of each run. `mtbf` (seconds) is for the advice. `progress(done, total)` counts
     steps. Damage is listed, not raised; StorageError where the system lets something not be read.
     """
+    check_seconds("mtbf", mtbf)
     where = as_store(store)
     unreadable: list[tuple[str, str]] = []
     commits = all_commits(where, unreadable)

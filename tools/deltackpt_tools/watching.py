@@ -19,6 +19,7 @@ from deltackpt_store.fileio import TEMPORARY_PREFIX, read_file
 from deltackpt_store.manifest import Commit
 from deltackpt_store.store import DIRECTORIES, Store
 
+from deltackpt_tools.arguments import check_seconds
 from deltackpt_tools.frames import as_dict, frame
 from deltackpt_tools.history_stat import durable_seconds
 from deltackpt_tools.named import StoreLike, as_store
@@ -122,6 +123,7 @@ def watch(store: StoreLike, run: str | None = None, *, poll: float = 1.0) -> Ite
 
     `poll` is the time between two looks, in seconds.
     """
+    check_seconds("poll", poll, zero=True)
     where = as_store(store)
     last: object = None
     while True:
