@@ -122,6 +122,7 @@ def capture(
     previous: Capture | None = None,
     pool: BufferPool | None = None,
     copied: Collection[str] = (),
+    by_hand: bool = False,
 ) -> Capture:
     """Walk `state` once, in the calling (training) thread, and freeze what must be frozen.
 
@@ -132,6 +133,8 @@ def capture(
     copies, loose tensors, tensors named by `copied`) is copied before this returns.
     `live(path, tensor)` replaces that rule when given; it is asked when the layout is planned, and
     when another one was given for `previous`.
+    `by_hand`: a frozen parameter may have changed since `previous` without such a sign, and is to
+    be what it is now until the next optimizer step, as a trained one.
     `previous` lends its layout when the tree has not changed. Nothing of `state` is stepped,
     mutated or kept beyond what `Source` says. On CUDA, copies are ordered on the current stream.
     Raises `InvalidInputError` (kind "unsupported-value", context "path") before anything else
@@ -159,7 +162,7 @@ def capture(
     pool = pool if pool is not None else BufferPool()
     taken = compiled.plan.take(
         leaves.tensors, measured, overlap=overlap, pool=pool, copied=copied,
-        before=None if live is not None or previous is None else previous.signs,
+        before=None if live is not None or previous is None else previous.signs, by_hand=by_hand,
     )  # fmt: skip
     return Capture(
         compiled.layout,

@@ -189,6 +189,7 @@ class Checkpointer:
         self._environment = environment()
         self._guard = Guard(self._pipeline)
         self._skipped = 0
+        self._by_hand = False  # lock() was called since the last save
         self._deferred = False
         self._newest_step: int | None = None
         self._newest_metrics: dict[str, Any] = {}
@@ -276,6 +277,7 @@ class Checkpointer:
         """
         self._calls.check_open()
         refuse_waiting(self._pipeline)
+        self._by_hand = True
         self._guard.lock()
 
     def _step(self, step: int, metrics: Mapping[str, float] | None) -> Save | None:
@@ -319,6 +321,7 @@ class Checkpointer:
             self._pipeline.wait_room()
         overlap = self._may_overlap(state)
         previous = self._previous
+        by_hand, self._by_hand = self._by_hand, False
         try:
             captured = capture(
                 state,
@@ -328,6 +331,7 @@ class Checkpointer:
                 previous=previous,
                 pool=self._pool,
                 copied=self._pipeline.restless.paths if overlap else (),
+                by_hand=by_hand,
             )
         except CorruptionError:  # another thread went on writing to a tensor
             self._deferred = True

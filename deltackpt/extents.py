@@ -172,11 +172,13 @@ class Plan:
         pool: BufferPool,
         copied: Collection[str] = (),
         before: Mapping[str, Signs] | None = None,
+        by_hand: bool = False,
     ) -> Taken:
         """The bytes of all extents, frozen or (live ones) as the training memory holds them.
 
         Copied although live are those of the paths `copied`, and those that ought to be still and
-        have other signs of life than `before` (when it is given).
+        have other signs of life than `before` (when it is given). With `by_hand` they are not held
+        to have been still.
         """
         at = (measured.address[self._inline_first] + self._inline_shift).tolist()
         string_at = ctypes.string_at
@@ -203,7 +205,7 @@ class Plan:
                 storage, device = tensors[i].untyped_storage(), self.facts[i][3]
                 sources[e] = Source(
                     storage, at, self.specs[e].nbytes, device, True, key, tensors[c.members[0]],
-                    still=still,
+                    still=still and not by_hand,
                 )  # fmt: skip
             else:
                 copies.append(e)

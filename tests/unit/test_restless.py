@@ -174,6 +174,40 @@ def test_a_frozen_parameter_that_changed_is_never_taken_for_the_one_of_the_call(
     assert_same(saved(path, 2), copied)
 
 
+def test_a_frozen_parameter_that_changed_after_lock_is_saved(path: Path, opened: Opener) -> None:
+    """As when adapters are merged into it. Every such save was torn, or all later ones copied."""
+    training = Frozen(WIDE)
+    ckpt = opened(training.objects)
+    copies: dict[int, dict[str, Any]] = {}
+    for step in range(4):
+        training.step()
+        if step in (1, 3):
+            ckpt.lock()
+            training.weight.data[7, 7] += 1
+        copies[step] = training.copy()
+        ckpt.save(step).result(60)
+        if step:
+            assert "model/0.weight" not in copied_paths(ckpt)
+    check(path, copies, set())
+
+
+def test_what_is_done_to_it_after_such_a_save_is_found_as_in_trained_ones(
+    path: Path, opened: Opener, gate: Gate
+) -> None:
+    training = Frozen(WIDE)
+    ckpt = opened(training.objects)
+    training.step()
+    ckpt.save(0).result(60)
+    training.step()
+    ckpt.lock()
+    gate.close()
+    save = ckpt.save(1)
+    training.weight.data.mul_(0.9)
+    gate.open()
+    with pytest.raises(CorruptionError, match=r"model/0\.weight"):
+        save.result(60)
+
+
 # trainings that write between save and step in every iteration ----------------------------------
 
 
