@@ -305,9 +305,11 @@ class Crew:
         poll = select.poll()
         for helper in busy:
             poll.register(helper.sock, select.POLLIN)
-        if not poll.poll(1000 * PATIENCE_SECONDS):
-            for helper in busy:
-                self._lose(helper, "it does not answer")
+        for _ in range(2):  # all may have been stopped meanwhile: then a helper needs a moment
+            if poll.poll(500 * PATIENCE_SECONDS):
+                return
+        for helper in busy:
+            self._lose(helper, "it does not answer")
 
     def _collect(self, helper: _Helper) -> None:
         """Take what the helper has done by now."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import mmap
 import random
+import select
 import socket
 import struct
 import threading
@@ -85,6 +86,35 @@ def test_what_is_lent_stays_until_the_next_is_asked_for(ring: Ring, crew: Crew) 
     for _ in range(10):
         results = crew.results(crew.start(tasks, alone=False))
         assert [payload(coding) for coding in results] == expected
+
+
+def test_helpers_stay_when_all_processes_were_stopped_meanwhile(
+    ring: Ring, crew: Crew, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prevents: a suspended job that encodes on one core for the rest of its life. Of the time for
+    which it was to wait, all is over when the process that waits goes on."""
+
+    class Stopped:
+        def __init__(self) -> None:
+            self._poll = real()
+            self._late = False
+            self.register = self._poll.register
+
+        def poll(self, timeout: float) -> list[tuple[int, int]]:
+            late, self._late = self._late, True
+            return self._poll.poll(timeout) if late else []
+
+    real = select.poll
+    monkeypatch.setattr(encode_crew.select, "poll", Stopped)
+    waited: list[object] = []
+    wait = Crew._wait
+    monkeypatch.setattr(Crew, "_wait", lambda crew, run: (waited.append(run), wait(crew, run)))
+    lost: list[str] = []
+    monkeypatch.setattr(Crew, "_lose", lambda crew, helper, why: lost.append(why))
+    tasks = tasks_of(ring)
+    while not waited:
+        assert len([*crew.results(crew.start(tasks, alone=False))]) == len(tasks)
+    assert not lost
 
 
 def test_areas_come_back_when_a_batch_is_given_up(ring: Ring, crew: Crew) -> None:
