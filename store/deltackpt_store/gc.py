@@ -164,6 +164,7 @@ class _Collection:
         self._progress: Progress = progress or (lambda stage, done, total: None)
         self._accept_lost = accept_lost
         self._accepted: list[Retired] = []
+        self._untold = False  # by the newest generation, which is damaged: a new one is due
         self.more = False
         """There was no space to write down all that may go: collect again."""
 
@@ -185,9 +186,11 @@ class _Collection:
         # that goes on where one was killed must not choose the other way round.
         roots, marking, doomed = self._mark(last.packs, last)
         if doomed.nothing:
-            self._tidy(last.number)
+            if self._untold:
+                self._close(last)
             report = _report(marking, doomed)
-            report.generation = last.number
+            report.generation = newest_number(self._io, self._root)
+            self._tidy(report.generation)
             return report
         generation = self._publish(last, doomed, marking)
         self._progress("waiting", 0, 0)
@@ -250,6 +253,7 @@ class _Collection:
             return read_generation(self._io, self._root, number)
         except CorruptionError as error:
             _log.warning("%s", error)
+            self._untold = True
             return Generation(number=number)
 
     # generation ----------------------------------------------------------------------------

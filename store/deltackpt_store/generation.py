@@ -65,6 +65,37 @@ def read_generation(io: FileIO, root: str, number: int) -> Generation:
         raise
 
 
+def damaged_generations(io: FileIO, root: str) -> list[tuple[str, CorruptionError]]:
+    """What is damaged of the newest record and its copy: paths in the store. OSError."""
+    found: list[tuple[str, CorruptionError]] = []
+    number = newest_number(io, root)
+    for name in (number_name(number), number_name(number) + _COPY) if number else ():
+        try:
+            _sound(io, root, f"gc/{name}")
+        except CorruptionError as error:
+            found.append((f"gc/{name}", error))
+        except (UnsupportedFormatError, StorageError):
+            continue  # newer; not there, or not to be read
+    return found
+
+
+def twin_of(io: FileIO, root: str, path: str) -> tuple[str, bytes] | None:
+    """Of a record its copy, and the other way round: path in the store, content; None when it is
+    not there or damaged."""
+    twin = path.removesuffix(_COPY) if path.endswith(_COPY) else path + _COPY
+    with contextlib.suppress(CorruptionError, UnsupportedFormatError, StorageError):
+        return twin, _sound(io, root, twin)
+    return None
+
+
+def _sound(io: FileIO, root: str, path: str) -> bytes:
+    """The content of a record, or of a copy, that can be decoded."""
+    data = _read(io, f"{root}/{path}")
+    number = parse_number(path.removeprefix("gc/").removesuffix(_COPY)) or 0
+    _decode(data, number, f"{root}/{path}")
+    return data
+
+
 def _read(io: FileIO, path: str) -> bytes:
     try:
         return read_file(io, path, _MAX_BYTES)

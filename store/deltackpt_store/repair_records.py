@@ -1,4 +1,4 @@
-"""Repairing the small files of a store: FORMAT, commits, manifests, pins.
+"""Repairing the small files of a store: FORMAT, commits, manifests, pins, generations.
 
 Their content cannot be computed again (but for FORMAT's), so it is taken from a copy, and only when
 that is proved to be the very same: a manifest by its name, a commit by the digest under which its
@@ -31,6 +31,7 @@ from deltackpt_store.format_file import (
     encode_format,
     new_format,
 )
+from deltackpt_store.generation import twin_of
 from deltackpt_store.index import list_packs
 from deltackpt_store.lost_commits import LOST
 from deltackpt_store.manifest import Commit
@@ -72,8 +73,8 @@ class Left(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RecordRepair:
-    """Repairs commits, manifests and pins among `findings`. Used by one thread, under the lock of
-    garbage collection."""
+    """Repairs commits, manifests, pins and generations among `findings`. Used by one thread, under
+    the lock of garbage collection."""
 
     def __init__(self, store: Store, others: Sequence[Store], *, dry_run: bool) -> None:
         self.mended: list[Mended] = []
@@ -96,6 +97,8 @@ class RecordRepair:
                 self._mend(finding, self.commit_copies)
             elif finding.kind == "pin":
                 self._mend(finding, self._pin)
+            elif finding.kind == "generation":
+                self._mend(finding, self._generation)
             elif finding.kind in ("store", "value"):
                 self._leave(finding, finding.reason)
 
@@ -203,6 +206,14 @@ class RecordRepair:
         if copy.path not in self._shared:
             self._shared[copy.path] = shared_commits(self._store, copy)
         return self._shared[copy.path]
+
+    def _generation(self, finding: Finding) -> Iterator[tuple[str, bytes]]:
+        twin = twin_of(self._store.io, self._store.path, finding.name)
+        if twin is None:
+            raise UnsupportedFormatError(
+                f"{finding.reason}, and it has no sound copy: `deltackpt gc` begins a new one"
+            )
+        yield twin
 
     def _pin(self, finding: Finding) -> Iterator[tuple[str, bytes]]:
         match = _PIN.match(finding.name)

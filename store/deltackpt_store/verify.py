@@ -20,6 +20,7 @@ from deltackpt_store.errors import (
     StorageError,
     UnsupportedFormatError,
 )
+from deltackpt_store.generation import damaged_generations
 from deltackpt_store.impact import DamageMap, NeededChunks
 from deltackpt_store.linked import LINKED, linked_folders
 from deltackpt_store.lost_chunks import Lost, lost_chunks, read_back, unaccounted
@@ -52,10 +53,11 @@ class Hit(msgspec.Struct, frozen=True, kw_only=True):
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
     """One thing that is wrong.
 
-    `kind` is format, store, commit, manifest, pin, pack, chunk or value; `name` the file's path in
-    the store, the chunk id in hexadecimal, or the path of the value. `pack` is the file that holds
-    the damaged record of a chunk. `hits` are the steps that cannot be restored whole because of
-    it: none when everything they need can still be read, from another copy or otherwise.
+    `kind` is format, store, commit, manifest, pin, generation (which tells what was collected),
+    pack, chunk or value; `name` the file's path in the store, the chunk id in hexadecimal, or the
+    path of the value. `pack` is the file that holds the damaged record of a chunk. `hits` are the
+    steps that cannot be restored whole because of it: none when everything they need can still be
+    read, from another copy or otherwise.
     `needed_by` are the steps that read records of a damaged pack by searching the file for them:
     they can be restored as long as that file stays. `unreadable`: the system did not let it be read
     (no permission, too many open files); what it holds is not known, and may well be whole.
@@ -278,6 +280,7 @@ class _Verification:
             for run in runs:
                 self._check_run(run)
             self._check_pins()
+            self._check_generations()
             self._check_lost(None)
             self._check_other_manifests()
             self._check_links()
@@ -324,6 +327,12 @@ class _Verification:
             if run in (None, one.run):
                 hit = Hit(run=one.run, number=one.number)
                 self._found("commit", one.path, LOST, [hit])
+
+    def _check_generations(self) -> None:
+        """What tells which commits were collected."""
+        with contextlib.suppress(OSError):  # where nothing can be listed `_check_lost` tells of it
+            for name, error in damaged_generations(self._store.io, self._store.path):
+                self._found("generation", name, error)
 
     def _check_pins(self) -> None:
         try:

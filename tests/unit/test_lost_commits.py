@@ -15,6 +15,7 @@ from deltackpt_store.compact import compact
 from deltackpt_store.errors import ConflictError, CorruptionError
 from deltackpt_store.fileio import FileIO
 from deltackpt_store.gc import collect
+from deltackpt_store.generation import Generation, publish_generation, tidy_generations
 from deltackpt_store.lineage import Lineage
 from deltackpt_store.manifest import Commit, Snapshot
 from deltackpt_store.manifest_io import encode_commit
@@ -155,12 +156,12 @@ def test_what_was_collected_is_known_when_the_generation_record_is_damaged(
     record = Path(store.path, "gc", number_name(number))
     copy = Path(f"{record}.copy")
     content = record.read_bytes()
-    spoil(copy, how)
-    assert verify(store).ok, "the record itself is whole"
-    copy.write_bytes(content)
-    spoil(record, how)
-    assert verify(store).ok
-    assert repair(store, sources=[store.path + "-copy"]).found == 0
+    for file in (copy, record):
+        spoil(file, how)
+        found = [(one.kind, one.name, one.hits) for one in verify(store).findings]
+        told = [] if how == "lost" else [("generation", f"gc/{file.name}", ())]
+        assert found == told, "nothing else counts as damaged or lost"
+        copy.write_bytes(content)
     author = Author(store, "another")
     author.run = "main"
     with pytest.raises(ConflictError):
@@ -172,6 +173,46 @@ def test_what_was_collected_is_known_when_the_generation_record_is_damaged(
     left = [name for name in os.listdir(f"{store.path}/gc") if name.startswith("0")]
     assert sorted(left) == [number_name(number + 1), f"{number_name(number + 1)}.copy"]
     assert verify(store).ok
+
+
+@pytest.mark.parametrize("which", ["", ".copy"])
+@pytest.mark.parametrize("how", ["emptied", "changed"])
+def test_a_damaged_generation_record_is_repaired_from_its_copy(
+    made: tuple[Store, list[Commit]], how: str, which: str
+) -> None:
+    """Prevents: one of the two decays for years, unnoticed, until the other one does."""
+    store, commits = made
+    retire(store, commits[:2])
+    name = f"gc/{number_name(collect(store).generation)}{which}"
+    file = Path(store.path, name)
+    content = file.read_bytes()
+    spoil(file, how)
+    spoiled = file.read_bytes()
+    assert repair(store, dry_run=True).ok
+    assert file.read_bytes() == spoiled
+    done = repair(store)
+    assert done.ok
+    assert [(one.kind, one.name) for one in done.mended] == [("generation", name)]
+    assert done.quarantined == (f"quarantine/{name}",)
+    assert file.read_bytes() == content
+    assert verify(store).ok
+
+
+def test_a_generation_that_nothing_tells_any_more_is_followed_by_a_new_one(
+    made: tuple[Store, list[Commit]],
+) -> None:
+    """Prevents: damage that nothing takes away, where a collection has nothing to delete."""
+    store, _ = made
+    publish_generation(store.io, store.path, Generation(number=1))
+    tidy_generations(store.io, store.path, 1)
+    for path in (f"{store.path}/gc/{number_name(1)}", f"{store.path}/gc/{number_name(1)}.copy"):
+        spoil(Path(path), "changed")
+    (left, other) = repair(store).left
+    assert "deltackpt gc" in left.reason
+    assert other.kind == "generation"
+    assert collect(store).generation == 2
+    assert verify(store).ok
+    assert collect(store).generation == 2
 
 
 def test_without_record_and_copy_what_was_collected_counts_as_lost(
