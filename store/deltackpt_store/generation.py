@@ -15,11 +15,16 @@ import contextlib
 
 import msgspec
 
-from deltackpt_store.errors import CorruptionError, StorageError, UnsupportedFormatError
+from deltackpt_store.errors import (
+    CorruptionError,
+    DeltackptError,
+    StorageError,
+    UnsupportedFormatError,
+)
 from deltackpt_store.fileio import FileIO, publish_bytes, read_file
 from deltackpt_store.manifest_io import digest_of
 from deltackpt_store.names import check_number, is_name, is_pack_name, number_name, parse_number
-from deltackpt_store.oserror import storage_error
+from deltackpt_store.oserror import DAMAGE, storage_error
 from deltackpt_store.reserve import with_reserve
 
 _MAGIC = b"DCKPTGN"
@@ -65,17 +70,20 @@ def read_generation(io: FileIO, root: str, number: int) -> Generation:
         raise
 
 
-def damaged_generations(io: FileIO, root: str) -> list[tuple[str, CorruptionError]]:
+def damaged_generations(io: FileIO, root: str) -> list[tuple[str, DeltackptError]]:
     """What is damaged of the newest record and its copy: paths in the store. OSError."""
-    found: list[tuple[str, CorruptionError]] = []
+    found: list[tuple[str, DeltackptError]] = []
     number = newest_number(io, root)
     for name in (number_name(number), number_name(number) + _COPY) if number else ():
         try:
             _sound(io, root, f"gc/{name}")
         except CorruptionError as error:
             found.append((f"gc/{name}", error))
-        except (UnsupportedFormatError, StorageError):
-            continue  # newer; not there, or not to be read
+        except UnsupportedFormatError:
+            continue
+        except StorageError as error:
+            if error.errno in DAMAGE:  # else it is not there, or the system refuses it
+                found.append((f"gc/{name}", error))
     return found
 
 
