@@ -5,8 +5,9 @@
 
 Every (state, peer) pair runs in a process of its own, the peers taking turns within each round, so
 that ratios hold when the machine's speed drifts; figures are medians over all saves of all rounds,
-`load` is the machine's load average while they were taken. Training takes one step before the first
-save, and the files of the last one are read once before they are restored, for every peer.
+`load` is the machine's load average while they were taken. Training takes one step of a second
+before the first save, and the files of the last one are read once before they are restored, for
+every peer.
 
 `stall`     seconds training is blocked: in `save`, plus waiting before the optimizer may update
 `durable`   seconds from `save` until the step is on disk and fsynced, nothing else running
@@ -40,6 +41,7 @@ import torch
 from bench_peers import PEERS, Peer, tree_bytes
 from bench_states import STATES, State
 
+FIRST_STEP_SECONDS = 1.0
 SLOWDOWN_STEPS = 10  # per block
 SLOWDOWN_PAIRS = 5  # of blocks
 
@@ -119,6 +121,7 @@ def read_all(folder: Path) -> None:
 
 def measure(state: State, peer: Peer, build: Any, saves: int, folder: Path) -> dict[str, Any]:
     memory = Memory()
+    compute(FIRST_STEP_SECONDS)
     state.advance()
     result: dict[str, Any] = {"stall": [], "durable": [], "bytes": []}
     began = time.perf_counter()
