@@ -81,7 +81,7 @@ class Baselines:
 
     def proven(self, table: ChangeTable, commit: Commit) -> None:
         """`table` describes `commit`; counts unless something else was staged or restored since."""
-        if self._newest is NOTHING and self.parent is commit:
+        if self._newest is NOTHING and self.parent == commit:
             self._newest = self._durable = Baseline(table, commit=(commit.run, commit.number))
 
 

@@ -105,14 +105,16 @@ class PinFiles(RecordFiles):
     def pin(self, name: str, commit: Commit) -> None:
         """Call `commit` `name`, durably. ConflictError when the name means another commit.
 
-        From here on neither retention nor collection takes the commit. NotFoundError (kind
-        ``retired``) when retention did so before. StorageError where the folder of pins is gone:
+        From here on neither retention nor collection takes the commit. InvalidInputError for a name
+        that means something else: ``latest``, or a run. NotFoundError (kind ``retired``) when
+        retention took the commit before. StorageError where the folder of pins is gone:
         an empty one made for this pin would let collection take what others are for.
         """
-        if check_name(name, "pin") == LATEST:
+        if check_name(name, "pin") == LATEST or name in (self._list("runs") or []):
             raise InvalidInputError(
                 f"{name!r} cannot be the name of a pin: it means the newest step of a run",
-                kind="bad-name", hint="choose another name", name=name,
+                kind="bad-name", name=name,
+                hint="choose another name, which comes first: deltackpt pin STORE NAME STEP",
             )  # fmt: skip
         pin = Pin(commit.run, commit.number, commit.step, commit.digest)
         body = _PIN_MAGIC + msgspec.msgpack.encode(pin)

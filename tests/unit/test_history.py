@@ -350,10 +350,14 @@ def test_resolve_name(small: SmallStore) -> None:
     with pytest.raises(NotFoundError, match="no run or pin 'best'"):
         store.resolve_name("best")
     store.pin("best", store.find("main", 1))
-    store.pin("b", store.find("main", 1))
+    with pytest.raises(InvalidInputError, match="cannot be the name of a pin"):
+        store.pin("main", store.find("main", 1))
     assert store.resolve_name("best").step == 1
+    store.pin("c", store.find("main", 1))
+    steps_of(small, "c", [9])
     with pytest.raises(InvalidInputError, match="both a run and a pin"):
-        store.resolve_name("b")
+        store.resolve_name("c")
+    assert store.resolve_name("c@latest").step == 9
     assert store.resolve_name("b@latest").step == 7
     for text in ("", "@", "main@", "main@x", "main@-1", "main@1.0", "../x@1", "a@b@1", "@ 1"):
         with pytest.raises(InvalidInputError):

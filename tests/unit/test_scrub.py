@@ -312,7 +312,10 @@ def test_no_row_is_odd_here(star: Star) -> None:
 
 @pytest.fixture
 def forking(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes take part, also where other tests have left idle threads in this process."""
     monkeypatch.setattr(scrub_module, "FORK_WORK", 0)
+    count, left = threading.active_count, threading.active_count() - 1
+    monkeypatch.setattr(threading, "active_count", lambda: count() - left)
 
 
 def children() -> set[int]:

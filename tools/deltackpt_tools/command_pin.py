@@ -28,13 +28,6 @@ def command(store_path: str, name: str, step: str, as_json: bool) -> None:
             hint="the name comes first, then the step: deltackpt pin STORE NAME STEP",
             name=name,
         )
-    if name in store.runs():
-        raise InvalidInputError(
-            f"{name!r} cannot be the name of a pin: it means the newest step of that run",
-            kind="bad-name",
-            hint="choose another name, which comes before the step: deltackpt pin STORE NAME STEP",
-            name=name,
-        )
     commit = store.resolve_name(step)
     store.pin(name, commit)
     if as_json:
