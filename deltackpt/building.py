@@ -35,7 +35,7 @@ def build(
     """The nested state that `structure` describes, each leaf being ``leaf(slot)``.
 
     `leaf` gets a slot (index into `Layout.paths`) and returns a tensor (for slots of
-    `Layout.tensors`, e.g. ``extents.rebuild``) or a decoded value. It is called once per slot.
+    `Layout.tensors`, e.g. ``views.rebuild``) or a decoded value. It is called once per slot.
     With `keep`, slots outside of it are left out: dict entries without any kept leaf vanish, and
     list, tuple and namedtuple items that are not kept become None. A sparse tensor is kept when
     all of its parts are; a container that holds no leaves, when something beside it is (and always

@@ -11,22 +11,25 @@ from deltackpt_store.manifest import Layout, TensorView
 from torch import Tensor
 
 from . import extents, params, rng
-from .buffers import Lease
+from .buffers import BufferPool, Lease
 from .devices import refuse_graph_capture
-from .extents import BufferPool, Source
-from .landing import CopyFigures
 from .nodes import ChangedError, Leaves
-from .options import CHUNK_BYTES, entries_of
+from .options import entries_of
+from .params import PARAMS_KEY
+from .probing import Probe, probe
+from .report import DeviceFigures
 from .small import SmallBytes
-from .sources import Signs
+from .sources import Signs, Source
 from .tensors import check_mode
 from .tree import Tree, Walker
 from .values import encode
 
-__all__ = ["BufferPool", "Capture", "LivePredicate", "Source", "capture", "describe"]
-
 LivePredicate = Callable[[str, Tensor], bool]
-RNG_KEY, PARAMS_KEY = "#rng", "#params"
+
+
+def everything(path: str, tensor: Tensor) -> bool:
+    """A `LivePredicate`: nothing is copied."""
+    return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +77,7 @@ class Capture:
     _compiled: _Compiled
     _pool: BufferPool
     _leases: list[Lease] = field(default_factory=lambda: list[Lease]())
-    figures: dict[str, CopyFigures] = field(default_factory=lambda: dict[str, CopyFigures]())
+    figures: dict[str, DeviceFigures] = field(default_factory=dict[str, DeviceFigures])
     signs: dict[str, Signs] = field(default_factory=lambda: dict[str, Signs]())
 
     @property
@@ -117,7 +120,6 @@ def capture(
     *,
     chunk_bytes: int,
     rng: bool = True,
-    overlap: bool = True,
     live: LivePredicate | None = None,
     previous: Capture | None = None,
     pool: BufferPool | None = None,
@@ -127,7 +129,7 @@ def capture(
     """Walk `state` once, in the calling (training) thread, and freeze what must be frozen.
 
     Live (read later, until the next optimizer step) are only: parameters and optimizer state
-    tensors, and only when `overlap` is on and an optimizer is in the state. A parameter counts
+    tensors, and only when an optimizer is in the state. A parameter counts
     when a captured optimizer owns it, or when it is frozen (requires_grad False) beside owned ones
     in one module and shows no sign of having changed since `previous`; all else (buffers, EMA
     copies, loose tensors, tensors named by `copied`) is copied before this returns.
@@ -161,7 +163,7 @@ def capture(
     documents.update(compiled.constant)
     pool = pool if pool is not None else BufferPool()
     taken = compiled.plan.take(
-        leaves.tensors, measured, overlap=overlap, pool=pool, copied=copied,
+        leaves.tensors, measured, pool=pool, copied=copied,
         before=None if live is not None or previous is None else previous.signs, by_hand=by_hand,
     )  # fmt: skip
     return Capture(
@@ -179,19 +181,12 @@ def capture(
     )
 
 
-def describe(
-    state: Mapping[Any, Any], *, chunk_bytes: int = CHUNK_BYTES, rng: bool = True
-) -> Layout:
-    """The layout that :func:`capture` would record, without copying or encoding values."""
-    return _find(_whole(state, rng), chunk_bytes, None)[0].layout
-
-
 def _whole(state: Mapping[Any, Any], with_rng: bool) -> dict[Any, Any]:
     """`state` with the library's own entries, but "#params", which comes last."""
     whole = entries_of(state, "state")
     refuse_reserved(whole)
     if with_rng:
-        whole[RNG_KEY] = rng.collect()
+        whole[rng.RNG_KEY] = rng.collect()
     return whole
 
 
@@ -207,7 +202,7 @@ def refuse_reserved(state: Mapping[Any, Any]) -> None:
             )
 
 
-_Found = tuple[_Compiled, Leaves, extents.Probe]
+_Found = tuple[_Compiled, Leaves, Probe]
 
 
 class _Names:
@@ -268,7 +263,7 @@ def _find_again(
     if not tree.collect(whole, leaves):
         return None
     try:
-        measured = extents.probe(tree.tensor_paths, leaves.tensors, compiled.plan.facts)
+        measured = probe(tree.tensor_paths, leaves.tensors, compiled.plan.facts)
     except InvalidInputError:
         return None
     if measured is None or not compiled.plan.fits(measured):
@@ -297,7 +292,7 @@ def _find(whole: dict[Any, Any], chunk_bytes: int, live: LivePredicate | None) -
     whole[PARAMS_KEY] = _Names(leaves, names)
     tree = walker.tree(whole)
     paths = tree.tensor_paths
-    measured = extents.probe(paths, leaves.tensors)
+    measured = probe(paths, leaves.tensors)
     assert measured is not None  # nothing was expected
     alive, still = _live(tree, leaves, live)
     plan = extents.plan(

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, NoReturn, Self, cast
 
-import torch
 from deltackpt_store.errors import (
     ConflictError,
     CorruptionError,
@@ -24,11 +23,11 @@ from deltackpt_store.names import check_step
 from deltackpt_store.store import Store
 
 from .best_metric import BestMetric
+from .buffers import BufferPool
 from .calls import Calls, refuse_waiting
-from .capture import Capture, capture
+from .capture import Capture, capture, everything
 from .compaction import Compact, Compactions, check_compact
 from .events import Observer, Observers, Preempted, Skipped
-from .extents import BufferPool
 from .guard import Guard, has_optimizer
 from .keys import KeyMap
 from .lifecycle import SaveSignals, check_signals
@@ -327,7 +326,7 @@ class Checkpointer:
                 state,
                 chunk_bytes=self._options.chunk_bytes,
                 rng=self._options.rng,
-                live=None if overlap else _everything,
+                live=None if overlap else everything,
                 previous=previous,
                 pool=self._pool,
                 copied=self._pipeline.restless.paths if overlap else (),
@@ -458,7 +457,7 @@ class Checkpointer:
                 self._state,
                 chunk_bytes=self._options.chunk_bytes,
                 rng=self._options.rng,
-                live=_everything,
+                live=everything,
             )
         except DeltackptError as error:  # the next save will say so
             _log.debug("the restored state cannot be saved: %s", error)
@@ -608,7 +607,3 @@ def _refuse_empty(state: Any) -> None:
 
 def _no_delivery(progress: SaveProgress) -> None:
     """A dropped save has no error to deliver."""
-
-
-def _everything(path: str, tensor: torch.Tensor) -> bool:
-    return True

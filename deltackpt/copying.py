@@ -44,18 +44,19 @@ def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 def _same_sparse(left: torch.Tensor, right: torch.Tensor) -> bool:
-    pairs = zip(sparse_parts(left), sparse_parts(right), strict=True)
+    pairs = zip(sparse_parts(left).values(), sparse_parts(right).values(), strict=True)
     return all(same_bits(a, b) for a, b in pairs)
 
 
-def sparse_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The dense tensors a sparse one consists of (not coalesced, no copy)."""
-    tensor = tensor.detach()
-    if tensor.layout == torch.sparse_coo:
-        return tensor._indices(), tensor._values()
-    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
-    return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+def sparse_parts(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The dense tensors that a sparse one consists of, by name (not coalesced, no copy)."""
+    t: Any = tensor.detach()
+    if t.layout == torch.sparse_coo:
+        return {"indices": t._indices(), "values": t._values()}
+    names = ["crow_indices", "col_indices", "values"]
+    if t.layout in (torch.sparse_csc, torch.sparse_bsc):
+        names[:2] = ["ccol_indices", "row_indices"]
+    return {name: getattr(t, name)() for name in names}
 
 
 def writable_layout(tensor: torch.Tensor) -> bool:
@@ -288,4 +289,5 @@ def scatter(target: torch.Tensor, start: int, values: torch.Tensor) -> None:
     if rows:
         block = values[: rows * inner].view(rows, *target.shape[1:])
         target[row : row + rows].copy_(block)
-    scatter(target[row + rows], 0, values[rows * inner :]) if values.numel() % inner else None
+    if values.numel() % inner:
+        scatter(target[row + rows], 0, values[rows * inner :])

@@ -115,7 +115,7 @@ class LayoutPlan:
     ) -> None:
         self.layout = layout
         self.keys = extent_keys(layout)
-        self.live_extents, self.private_extents = tuple(live), tuple(private)
+        self._extents = live, private
         self.live = plan_units(layout, staging_order(layout, live), unit_bytes)
         self.private = plan_units(layout, staging_order(layout, private), unit_bytes)
         specs = [layout.extents[extent] for extent in (*live, *private)]
@@ -125,11 +125,7 @@ class LayoutPlan:
         """More would only wait for each other: small pieces are hashed with the GIL."""
 
     def fits(self, layout: Layout, live: Sequence[int], private: Sequence[int]) -> bool:
-        return (
-            layout is self.layout
-            and self.live_extents == tuple(live)
-            and self.private_extents == tuple(private)
-        )
+        return layout is self.layout and self._extents == (live, private)
 
 
 class Workers:

@@ -1,8 +1,8 @@
 """Tensors as byte runs: which bytes to save, where they are, and how a tensor looks at them.
 
-`plan` decides once per layout (extents, views, aliases); at every capture `probe` measures the
-tensors as they are now, `Plan.fits` says whether the plan still holds, and `Plan.take` delivers
-the bytes. `rebuild` (from `views`) is the way back. Addresses are compared inside one capture only.
+`plan` decides once per layout (extents, views, aliases); at every capture `probing.probe` measures
+the tensors as they are now, `Plan.fits` says whether the plan still holds, and `Plan.take` delivers
+the bytes. `views.rebuild` is the way back. Addresses are compared inside one capture only.
 """
 
 from __future__ import annotations
@@ -24,16 +24,14 @@ from torch import Tensor, nn
 
 from . import landing, spans
 from .buffers import BufferPool, Lease
-from .landing import CopyFigures, Landing
-from .probing import Facts, Probe, of_each, probe
+from .landing import Landing
+from .probing import Facts, Probe, of_each
+from .report import DeviceFigures
 from .restless import torn
 from .small import SmallBytes
 from .sources import Signs, Source, Taken, bytes_of, sign_of, version_of
 from .tensors import refuse_unsupported
 from .values import dtype_name
-from .views import dress, rebuild
-
-__all__ = ["BufferPool", "Source", "dress", "dtype_name", "plan", "probe", "rebuild"]
 
 _ALIGN = 256  # of private copies inside one buffer
 _MEMMOVE_BYTES = 256 << 10  # up to here a plain memmove beats the overhead of a tensor copy
@@ -168,7 +166,6 @@ class Plan:
         tensors: Sequence[Tensor],
         measured: Probe,
         *,
-        overlap: bool,
         pool: BufferPool,
         copied: Collection[str] = (),
         before: Mapping[str, Signs] | None = None,
@@ -195,7 +192,7 @@ class Plan:
         signs: dict[str, Signs] = {}
         for e in self._large:
             c, key, still = self._cuts[e], self._keys[e], self._still[e]
-            live = self._live[e] and overlap and c.path not in copied
+            live = self._live[e] and c.path not in copied
             if still:
                 signs[key] = _signs(tensors, c.members)
                 live = live and (before is None or before.get(key) == signs[key])
@@ -275,14 +272,14 @@ class Plan:
         places: _Places,
         sources: dict[int, Source],
         pool: BufferPool,
-    ) -> tuple[list[Lease], dict[str, CopyFigures]]:
+    ) -> tuple[list[Lease], dict[str, DeviceFigures]]:
         """Private copies of extents, side by side in one buffer per device, and what is more than
         a device may hold in one on the host."""
         by_device: dict[torch.device, list[int]] = {}
         for e in copies:
             by_device.setdefault(tensors[self._cuts[e].members[0]].device, []).append(e)
         leases: list[Lease] = []
-        figures: dict[str, CopyFigures] = {}
+        figures: dict[str, DeviceFigures] = {}
         for device, extents in by_device.items():
             way = landing.transport(device)
             stay, landed = extents, list[int]()
@@ -398,10 +395,10 @@ class Plan:
         sources: dict[int, Source],
         pool: BufferPool,
         leases: list[Lease],
-    ) -> CopyFigures:
+    ) -> DeviceFigures:
         """Bring extents into host memory; nothing waits here for their bytes."""
         if not extents:
-            return CopyFigures(transfers=0, transferred_bytes=0, device_bytes=0, pinned_bytes=0)
+            return DeviceFigures()
         buffer, starts = self._room(extents, partial(pool.take, device, landing=way.locked))
         gaps = [self.specs[e].nbytes for e in extents if self._cuts[e].dims is not None]
         landed = Landing(way, max(gaps, default=0))
@@ -423,7 +420,7 @@ class Plan:
                 storage, begin + start, self.specs[e].nbytes, buffer.device, False, self._keys[e],
                 None, arrived,
             )  # fmt: skip
-        return CopyFigures(
+        return DeviceFigures(
             transfers=landed.transfers,
             transferred_bytes=landed.nbytes,
             device_bytes=landed.device_bytes,

@@ -26,14 +26,14 @@ from .fixed_memory import FixedMemory
 from .keys import KeyMap, check_matched, map_key, of_module, unwrapped
 from .nodes import Leaves, has_method
 from .options import entries_of
-from .params import optimizer_names
+from .params import PARAMS_KEY, optimizer_names
 from .paths import key_of, segments
 from .reading import Step, matcher
 from .target_module import ModuleTarget, flat_state
 from .target_object import ObjectTarget
 from .target_optimizer import OptimizerTarget, has_groups
 from .target_plain import PlainTarget, items_of, places_of
-from .targets import ABSENT, Report, Target, descend, is_a, is_stateful, outline, slots_of
+from .targets import ABSENT, Leaf, Parts, Report, Target, descend, is_a, is_stateful, slots_of
 from .ties import find_ties
 from .views import dress, rebuild
 
@@ -75,7 +75,7 @@ class Plan:
             found.walk(value, (key,), path)
             if not is_stateful(value):
                 self._plain.append((key, PlainTarget(path, (key,), value, fixed=self._fixed)))
-        root = outline(step)
+        root = step.outline(Leaf, Parts)
         self._match_objects(found, root, matcher(only), key_map)
         for key, target in self._plain:
             target.match(step, _selected(step, root.get(key)), self.report)
@@ -413,7 +413,7 @@ def _recorded_names(
     step: Step, key_map: KeyMap | None, modules: Sequence[str]
 ) -> dict[str, list[str | None]]:
     """The parameter names the step holds, as they read after `key_map`."""
-    recorded: Any = step.reserved_value("#params", {}) or {}
+    recorded: Any = step.reserved_value(PARAMS_KEY, {}) or {}
     if not (is_a(recorded, dict) and all(map(_are_names, recorded.values()))):
         raise CorruptionError(
             f"step {step.name} is damaged: it has no list of names for an optimizer's parameters",

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -74,16 +73,6 @@ class CurrentStream:
 def transport(device: torch.device) -> Transport | None:
     """How copies leave `device`; None for the host, which needs no landing."""
     return None if device.type == "cpu" else CurrentStream(device)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CopyFigures:
-    """What the copies of one capture cost on one device; see `DeviceFigures`."""
-
-    transfers: int
-    transferred_bytes: int
-    device_bytes: int
-    pinned_bytes: int
 
 
 def staying(rooms: Sequence[int], bound: int) -> list[bool]:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from .building import SPARSE_TAGS, sparse_tensor
+from .copying import sparse_parts
 from .tensors import PLAIN
 
 ARRAY_BYTES = 64 << 10
@@ -285,18 +286,6 @@ def sparse_facts(tensor: Tensor) -> tuple[Any, ...]:
     coalesced = tensor.is_coalesced() if tensor.layout == torch.sparse_coo else None
     wants_grad = tensor.requires_grad and tensor.is_leaf
     return tensor.layout, tuple(tensor.shape), coalesced, type(tensor), wants_grad
-
-
-def sparse_parts(tensor: Tensor) -> dict[str, Tensor]:
-    """The dense tensors that a sparse one consists of, by name."""
-    t: Any = tensor.detach()
-    if t.layout == torch.sparse_coo:
-        return {"indices": t._indices(), "values": t._values()}
-    if t.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return {"crow_indices": t.crow_indices(), "col_indices": t.col_indices(),
-                "values": t.values()}  # fmt: skip
-    return {"ccol_indices": t.ccol_indices(), "row_indices": t.row_indices(),
-            "values": t.values()}  # fmt: skip
 
 
 def sparse_problem(tensor: Tensor, parts: dict[str, Tensor]) -> str | None:

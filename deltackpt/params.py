@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from .nodes import Leaves, Origin
 from .tensors import PLAIN
 
+PARAMS_KEY = "#params"
 _WRAPPED = "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"
 
 

@@ -69,8 +69,3 @@ def _reads_as_number(text: str) -> bool:
             continue
         return True
     return False
-
-
-def join(parent: str, part: str, *, top: bool) -> str:
-    """The path of `part` under `parent`; at the `top` there is no separator."""
-    return part if top else f"{parent}/{part}"

@@ -20,7 +20,8 @@ from deltackpt_store.oserror import DAMAGE
 from deltackpt_store.reader import ChunkReader
 from deltackpt_store.store import Store
 
-from . import tree, values
+from . import values
+from .building import build
 from .views import rebuild
 
 RESERVED = "#"
@@ -69,13 +70,16 @@ class Step:
             view = views.get(slot)
             return self.value(slot) if view is None else tensor(slot, view)
 
-        return tree.build(self.layout.structure, leaf, keep=keep)
+        return build(self.layout.structure, leaf, keep=keep)
 
     def outline(
         self, leaf: Callable[[int], Any], parts: Callable[[tuple[int, ...]], Any]
     ) -> dict[Any, Any]:
-        """The selected containers, `leaf` and `parts` in place of values (see `tree.build`)."""
-        return _own(tree.build(self.layout.structure, leaf, keep=self.selected, parts=parts))
+        """The selected containers, `leaf` and `parts` in place of values (see `building.build`).
+
+        List and tuple items that are not selected are None; nothing else is.
+        """
+        return _own(build(self.layout.structure, leaf, keep=self.selected, parts=parts))
 
     def build_own(self, tensor: Callable[[int, TensorView], Any]) -> dict[Any, Any]:
         """The nested selected state, without the library's own entries."""

@@ -15,12 +15,10 @@ from deltackpt_store.settling import ACK_SECONDS
 from deltackpt_store.store import Store
 from torch import Tensor
 
-from .capture import capture
+from .capture import capture, everything
 from .detect import memory
 from .options import CHUNK_BYTES, check_flags, check_mapping, check_threads
 from .policy import check_seconds
-
-__all__ = ["repair"]
 
 
 def repair(
@@ -82,7 +80,7 @@ class _State:
         """Hash all of the state, in pieces of the sizes that the store's steps are cut into."""
         lengths = set(wanted.values())
         sizes = sorted(self._sizes())
-        taken = capture(self._state, chunk_bytes=CHUNK_BYTES, live=_anything)
+        taken = capture(self._state, chunk_bytes=CHUNK_BYTES, live=everything)
         try:
             for source in taken.sources.values():
                 if source.arrived is not None:
@@ -107,10 +105,6 @@ class _State:
                         layout = store.snapshot(commit).layout
                         sizes.update(extent.chunk_bytes for extent in layout.extents)
         return sizes or {CHUNK_BYTES}
-
-
-def _anything(path: str, tensor: Tensor) -> bool:
-    return True
 
 
 def _found(

@@ -25,15 +25,15 @@ from .waiting import Condition
 class DeviceFigures:
     """What one save asked of one device; docs/gpu.md has the formulas."""
 
-    launches: int
+    launches: int = 0
     """Kernels launched."""
-    transfers: int
+    transfers: int = 0
     """Copies between device and host, in either direction."""
-    transferred_bytes: int
+    transferred_bytes: int = 0
     """Bytes of those copies."""
-    device_bytes: int
+    device_bytes: int = 0
     """Device memory of the save beyond the state, copies made at the call included."""
-    pinned_bytes: int
+    pinned_bytes: int = 0
     """Page-locked host memory, the ring's slots and copies that landed at the call included."""
 
 
@@ -178,14 +178,12 @@ class SaveProgress:
             self.dropped = why
             self._finish()
 
-    def commit(self, report: SaveReport) -> bool:
-        """End as durable; False when the save had been given up before."""
+    def commit(self, report: SaveReport) -> None:
+        """End as durable, unless the save had been given up before."""
         with self._lock:
-            if self._is_done:
-                return False
-            self.report = report
-            self._finish()
-            return True
+            if not self._is_done:
+                self.report = report
+                self._finish()
 
     def _finish(self) -> None:
         self._is_staged = self._is_done = True

@@ -28,10 +28,6 @@ from .tensors import check_mode
 
 _log = logging.getLogger("deltackpt.restore")
 
-__all__ = ["Mismatch", "Restored", "Skipped", "restore_and_hold", "restore_into"]
-
-_RNG = "#rng"
-
 
 @dataclass(frozen=True, slots=True)
 class Restored:
@@ -228,7 +224,7 @@ class _Job:
         self._only = only
         self._key_map: KeyMap | None = key_map
         self._low_memory = low_memory
-        self._rng = rng and (only is None or matcher(only)(_RNG))
+        self._rng = rng and (only is None or matcher(only)(generators.RNG_KEY))
         self._threads = threads
         self.incomplete = False
         """Whether live tensors hold parts of a step that was not restored to its end."""
@@ -242,7 +238,7 @@ class _Job:
         self._plan = plan = Plan(
             step, self._state, strict=self._strict, only=self._only, key_map=self._key_map
         )
-        reserved = step.reserved(_RNG) if self._rng else []
+        reserved = step.reserved(generators.RNG_KEY) if self._rng else []
         wanted = step.extents_of({*plan.slots, *reserved})
         self._bytes = step.nbytes(wanted)
         if self._streams():
@@ -288,7 +284,7 @@ class _Job:
         self.incomplete = False
 
     def _generators(self, step: Step, memory: Mapping[int, torch.Tensor]) -> Any:
-        states = step.reserved_value(_RNG, memory) if self._rng else None
+        states = step.reserved_value(generators.RNG_KEY, memory) if self._rng else None
         if states is not None:
             generators.check(states)
         return states

@@ -14,6 +14,8 @@ from torch import Tensor
 
 _log = logging.getLogger("deltackpt.rng")
 
+RNG_KEY = "#rng"
+
 
 def collect() -> dict[str, Any]:
     """The "#rng" entry: copies of the generators' states as they are now.
@@ -39,7 +41,7 @@ def check(states: Mapping[str, Any]) -> None:
     Each recorded state is tried on a fresh generator of the same kind.
     """
     if not isinstance(states, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance] -- of a store
-        raise MismatchError("the checkpoint names no random generator for its states", key="#rng")
+        raise MismatchError("the checkpoint names no random generator for its states", key=RNG_KEY)
     trials: dict[str, Any] = {
         "python": random.Random().setstate,
         "numpy": _check_numpy,
@@ -49,14 +51,14 @@ def check(states: Mapping[str, Any]) -> None:
     for name, value in states.items():
         trial = trials.get(name)
         if trial is None:
-            raise MismatchError(f"unknown random generator {name!r} in the checkpoint", key="#rng")
+            raise MismatchError(f"unknown random generator {name!r} in the checkpoint", key=RNG_KEY)
         try:
             trial(value)
         except Exception as error:
             raise MismatchError(
                 f"the state of the random generator {name!r} does not fit this process: {error}",
                 hint="restore with rng=False to leave the generators as they are",
-                key=f"#rng/{name}",
+                key=f"{RNG_KEY}/{name}",
             ) from error
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import msgspec
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .buffers import Arrival, Lease
-from .landing import CopyFigures
+from .report import DeviceFigures
 from .small import SmallBytes
 
 Sign = tuple[int, int]
@@ -72,6 +73,12 @@ class Source(msgspec.Struct, frozen=True, gc=False):
         return None if self.owner is None else (self.address, version_of(self.owner))
 
 
+def parted(sources: Mapping[int, Source]) -> tuple[list[int], list[int]]:
+    """The extents that are read from training memory, and those of private copies."""
+    live = [extent for extent, source in sources.items() if source.live]
+    return live, [extent for extent, source in sources.items() if not source.live]
+
+
 def bytes_of(
     storage: torch.UntypedStorage, begin: int, nbytes: int, device: torch.device
 ) -> Tensor:
@@ -99,5 +106,5 @@ class Taken(NamedTuple):
     small: list[SmallBytes]
     sources: dict[int, Source]
     leases: list[Lease]
-    figures: dict[str, CopyFigures]
+    figures: dict[str, DeviceFigures]
     signs: dict[str, Signs]

@@ -37,11 +37,9 @@ from .detect import (
     memory,
     memory_at,
 )
-from .extents import Source
-from .landing import CopyFigures
 from .report import DeviceFigures
 from .restless import torn
-from .sources import Sign
+from .sources import Sign, Source, parted
 from .witness import Witness
 
 RECORD = struct.Struct("<IIII16s")
@@ -111,18 +109,12 @@ class Staging:
     devices: dict[str, DeviceFigures] = dataclasses.field(default_factory=dict[str, DeviceFigures])
 
 
-def with_copies(staging: Staging, copies: Mapping[str, CopyFigures]) -> Staging:
+def with_copies(staging: Staging, copies: Mapping[str, DeviceFigures]) -> Staging:
     """`staging` with the cost of the copies that its capture made on devices."""
     devices = dict(staging.devices)
     for device, copied in copies.items():
-        own = devices.get(device, DeviceFigures(0, 0, 0, 0, 0))
-        devices[device] = DeviceFigures(
-            launches=own.launches,
-            transfers=own.transfers + copied.transfers,
-            transferred_bytes=own.transferred_bytes + copied.transferred_bytes,
-            device_bytes=own.device_bytes + copied.device_bytes,
-            pinned_bytes=own.pinned_bytes + copied.pinned_bytes,
-        )
+        both = map(dataclasses.astuple, (devices.get(device, DeviceFigures()), copied))
+        devices[device] = DeviceFigures(*map(sum, zip(*both, strict=True)))
     return dataclasses.replace(staging, devices=devices)
 
 
@@ -280,8 +272,7 @@ class HostStager:
         self._plan = None
 
     def _plan_for(self, layout: Layout, sources: Mapping[int, Source]) -> LayoutPlan:
-        live = [extent for extent, source in sources.items() if source.live]
-        private = [extent for extent, source in sources.items() if not source.live]
+        live, private = parted(sources)
         plan = self._plan
         if plan is None or not plan.fits(layout, live, private):
             plan = self._plan = LayoutPlan(layout, live, private, self._unit_bytes)

@@ -63,8 +63,8 @@ class _Piece(NamedTuple):
     nbytes: int
 
 
-def stream(step: Step, goals: Mapping[int, Sequence[Goal]], threads: int | None) -> int:
-    """Write the extents into the live tensors named for them; returns the bytes read.
+def stream(step: Step, goals: Mapping[int, Sequence[Goal]], threads: int | None) -> None:
+    """Write the extents into the live tensors named for them.
 
     `CorruptionError` when damage is met; the targets are incomplete then.
     """
@@ -94,7 +94,6 @@ def stream(step: Step, goals: Mapping[int, Sequence[Goal]], threads: int | None)
         memory = step.read_all([extent], threads)[extent]
         for goal in goals[extent]:
             copy_bits(goal.tensor, rebuild(goal.view, memory))
-    return step.nbytes(goals)
 
 
 def _same_memory(goal: Goal, nbytes: int) -> torch.Tensor | None:

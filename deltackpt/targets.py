@@ -24,7 +24,7 @@ _LISTED = 50
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """Stands for one leaf of the step in its outline (see :func:`outline`)."""
+    """Stands for one leaf of the step in its outline (see `Step.outline`)."""
 
     slot: int
 
@@ -34,14 +34,6 @@ class Parts:
     """Stands for a sparse tensor or a large array, which is made of several slots."""
 
     slots: tuple[int, ...]
-
-
-def outline(step: Step) -> dict[Any, Any]:
-    """The containers of the step's selected state, with :class:`Leaf` and :class:`Parts` in them.
-
-    List and tuple items that are not selected are None; nothing else is.
-    """
-    return step.outline(Leaf, Parts)
 
 
 def slots_of(node: object) -> Iterator[int]:

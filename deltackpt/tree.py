@@ -2,7 +2,7 @@
 
 `Walker` walks a state once and compiles what it saw; `Tree.collect` walks the next state along
 the same lines, several times faster, and notices any difference in keys, types or lengths.
-`build` (from `building`) is the way back.
+`building.build` is the way back.
 
 A structure document is one msgpack node. An integer is a leaf slot; lists are
 
@@ -53,7 +53,8 @@ from deltackpt_store.values import (
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Sampler
 
-from .building import SPARSE_TAGS, build
+from .building import SPARSE_TAGS
+from .copying import sparse_parts
 from .nodes import (
     LOADER_HINT,
     MAPPINGS,
@@ -77,13 +78,10 @@ from .nodes import (
     is_object,
     kind_of,
     sparse_facts,
-    sparse_parts,
     sparse_problem,
 )
-from .paths import join, segments
+from .paths import segments
 from .tensors import PLAIN, refuse_unsupported
-
-__all__ = ["Leaves", "Origin", "Tree", "Walker", "build"]
 
 _log = logging.getLogger("deltackpt.tree")
 
@@ -268,7 +266,7 @@ class Walker:
         kind, extra = kind_of(value), extra_of(value)
         keys, items = list(value), list(value.values())
         names, nodes = self._keys_of(keys, path)
-        places = names if depth == 0 else [join(path, name, top=False) for name in names]
+        places = names if depth == 0 else [f"{path}/{name}" for name in names]
         pairs: list[Any] = []
         kids: list[Kid] = []
         for key, item, key_node, place in zip(keys, items, nodes, places, strict=True):

@@ -361,7 +361,7 @@ def job_of(tensors: dict[str, torch.Tensor], table: Any, chunk: int, unlocked: A
     import msgspec
     from deltackpt_store.manifest import ExtentSpec, Layout, TensorView
 
-    from deltackpt.extents import Source
+    from deltackpt.sources import Source
     from deltackpt.stage import Job
 
     views = tuple(TensorView(i, i, "uint8", tuple(t.shape), (1,), 0)

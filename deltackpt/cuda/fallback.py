@@ -16,7 +16,7 @@ from deltackpt_store.manifest import Layout
 from deltackpt_store.protocol import ExtentKey, extent_keys
 
 from ..detect import HASH_BYTES, change_hash, memory
-from ..extents import Source
+from ..sources import Source, parted
 from ..stage import Job, Packer, Ring, Staging
 from .hasher import Counters
 from .plan import check_sizes, check_still, check_versions
@@ -56,8 +56,7 @@ class CopyStager:
     def finish(self, job: Job, ring: Ring, detection: Any) -> Staging:
         """Copy, hash, compare, pack. As `Stager.stage`."""
         keys = extent_keys(job.layout)
-        live = [extent for extent, source in job.sources.items() if source.live]
-        private = [extent for extent, source in job.sources.items() if not source.live]
+        live, private = parted(job.sources)
         paths = [keys[extent][0] for extent in live]
         check_sizes(job.sources, live, paths)
         self._runtime.synchronize(detection)

@@ -93,15 +93,14 @@ class Hasher:
     def pinned_bytes(self) -> int:
         return self._host_rows.numel() + self._host_list.numel()
 
-    def set_addresses(self, addresses: Sequence[int]) -> bool:
-        """Say where each extent starts now; uploads the table when one moved, and tells."""
+    def set_addresses(self, addresses: Sequence[int]) -> None:
+        """Say where each extent starts now; uploads the table when one moved."""
         start = np.array(addresses, np.int64)
         if self._addresses is not None and np.array_equal(start, self._addresses):
-            return False
+            return
         self._addresses = start
         if self.table.count:
             self._upload(self.rows.view(torch.uint8), self.table.rows(start))
-        return True
 
     def set_digests(self, digests: NDArray[np.uint64]) -> None:
         """Say what to compare with: (low, high) per row; zeros where nothing is known."""

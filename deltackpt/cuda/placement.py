@@ -6,12 +6,9 @@ import bisect
 from dataclasses import dataclass
 
 import numpy as np
+from deltackpt_store.protocol import RECORD
 from numpy.typing import NDArray
 
-RECORD = np.dtype(
-    [("extent", "<u4"), ("chunk", "<u4"), ("offset", "<u4"), ("length", "<u4"), ("hash", "u1", 16)]
-)
-"""`deltackpt_store.protocol.RECORD` as numpy sees it."""
 PAGE = 4096
 SMALL_ALIGN = 64
 PAGED_BYTES = 65536

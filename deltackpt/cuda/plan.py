@@ -10,9 +10,8 @@ from deltackpt_store.protocol import ExtentKey, extent_keys
 from numpy.typing import NDArray
 
 from ..detect import HASH_BYTES, ChangeTable, staging_order
-from ..extents import Source
 from ..restless import torn
-from ..sources import Sign
+from ..sources import Sign, Source, parted
 from ..stage import not_comparable
 from .table import ChunkTable
 
@@ -35,9 +34,7 @@ class DevicePlan:
         blocks_per_program: int,
     ) -> None:
         self.layout = layout
-        live = [extent for extent, source in sources.items() if source.live]
-        private = [extent for extent, source in sources.items() if not source.live]
-        self._signature = (tuple(live), tuple(private))
+        self._signature = live, private = parted(sources)
         live, private = staging_order(layout, live), staging_order(layout, private)
         self.extents = np.array([*live, *private], np.int64)
         specs = [layout.extents[extent] for extent in (*live, *private)]
@@ -51,11 +48,7 @@ class DevicePlan:
         self.live_rows = int(self.table.starts[len(live)])
 
     def fits(self, layout: Layout, sources: Mapping[int, Source]) -> bool:
-        if layout is not self.layout:
-            return False
-        live = tuple(extent for extent, source in sources.items() if source.live)
-        private = tuple(extent for extent, source in sources.items() if not source.live)
-        return (live, private) == self._signature
+        return layout is self.layout and parted(sources) == self._signature
 
     def addresses(self, sources: Mapping[int, Source]) -> list[int]:
         return [sources[extent].address for extent in self.extents.tolist()]

@@ -15,8 +15,8 @@ import torch
 from deltackpt_store.manifest import Layout
 from deltackpt_store.protocol import ExtentKey
 
-from ..extents import Source
 from ..report import DeviceFigures
+from ..sources import Source
 from ..stage import HostStager, Job, Ring, Staging
 from .fallback import CopyStager
 from .hasher import Counters

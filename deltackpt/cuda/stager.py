@@ -24,7 +24,7 @@ from deltackpt_store.manifest import Layout
 from deltackpt_store.protocol import ExtentKey
 
 from ..detect import ChangeTable, memory
-from ..extents import Source
+from ..sources import Source
 from ..stage import Job, Ring, Staging
 from . import specs
 from .hasher import Changes, Counters, Hasher

@@ -68,21 +68,19 @@ class ChunkTable:
         self.length = np.minimum(
             chunk_bytes[self.extent], nbytes[self.extent] - self.offset
         ).astype(np.int32)
-        self.nbytes = int(nbytes.sum())
         self.has_short = bool((self.length <= SHORT_BYTES).any())
 
         blocks = _blocks(self.length)
         ends: NDArray[np.int64] = np.concatenate(([0], np.cumsum(blocks)))
-        self.flag_bytes = _align(self.count)
-        self.list_bytes = list_bytes(self.count)
+        flag_bytes, listed = _align(self.count), list_bytes(self.count)
         total, largest = int(ends[-1]), int(blocks.max(initial=0))
-        room = max(scratch_bytes - self.flag_bytes, self.list_bytes, 0) // specs.SUM_BYTES
+        room = max(scratch_bytes - flag_bytes, listed) // specs.SUM_BYTES
         if total <= room:
             self.wave_blocks, halves = total, 1
         else:
             self.wave_blocks, halves = max(largest, room // 2), 2
-        self.sum_bytes = _align(max(self.wave_blocks * halves * specs.SUM_BYTES, self.list_bytes))
-        self.scratch_bytes = self.sum_bytes + self.flag_bytes
+        self.sum_bytes = _align(max(self.wave_blocks * halves * specs.SUM_BYTES, listed))
+        self.scratch_bytes = self.sum_bytes + flag_bytes
         self.waves = _waves(ends, blocks, self.wave_blocks, blocks_per_program)
         self.first_block = np.zeros(self.count, np.int64)
         for wave in self.waves:

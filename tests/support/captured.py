@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deltackpt import extents, tree
-from deltackpt.capture import BufferPool, Capture, capture
+from deltackpt.building import build
+from deltackpt.capture import Capture, capture
 from deltackpt.values import decode
+from deltackpt.views import rebuild as rebuild_view
 
 
 def take(state: dict[Any, Any], **options: Any) -> Capture:
@@ -43,9 +44,9 @@ def rebuild(taken: Capture) -> Any:
         view = views.get(slot)
         if view is None:
             return decode(taken.objects[slot], taken.layout.paths[slot])
-        return extents.rebuild(view, memory[view.extent])
+        return rebuild_view(view, memory[view.extent])
 
-    return tree.build(taken.layout.structure, leaf)
+    return build(taken.layout.structure, leaf)
 
 
 def roundtrip(state: dict[Any, Any], **options: Any) -> Any:
@@ -68,6 +69,3 @@ def bits(tensor: Tensor) -> bytes:
 def same(a: Tensor, b: Tensor) -> bool:
     """Equal bits, dtype and shape."""
     return (a.dtype, a.shape) == (b.dtype, b.shape) and bits(a) == bits(b)
-
-
-__all__ = ["BufferPool", "bits", "memory_of", "rebuild", "roundtrip", "same", "saved_bytes", "take"]

@@ -13,7 +13,7 @@ from deltackpt_store.manifest import ExtentSpec, Layout, TensorView
 from deltackpt_store.protocol import unpack_records
 
 from deltackpt.detect import ChangeTable
-from deltackpt.extents import Source
+from deltackpt.sources import Source
 from deltackpt.stage import HostStager, Job, Staging, copy_bytes, versions_of
 
 SEED = 0x5EED

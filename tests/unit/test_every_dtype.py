@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from captured import take
 from deltackpt_store.errors import InvalidInputError
 from deltackpt_store.manifest import element_bytes
 
 import deltackpt
-from deltackpt.capture import describe
 from deltackpt.values import dtype_name
 
 EVERY = sorted({v for v in vars(torch).values() if isinstance(v, torch.dtype)}, key=str)
@@ -23,7 +23,7 @@ def _tensor(dtype: torch.dtype) -> torch.Tensor:
 
 def _refused(dtype: torch.dtype) -> InvalidInputError | None:
     try:
-        describe({"a": {"b": _tensor(dtype)}})
+        take({"a": {"b": _tensor(dtype)}})
     except InvalidInputError as error:
         return error
     return None

@@ -13,7 +13,7 @@ from deltackpt_store.errors import CorruptionError, UnsupportedFormatError, Writ
 from deltackpt_store.manifest import TensorView
 from torch import Tensor, nn
 
-from deltackpt import buffers, extents
+from deltackpt import buffers, views
 from deltackpt.buffers import BufferPool
 
 
@@ -328,7 +328,7 @@ def test_parameters_and_gradients_are_recorded() -> None:
     assert [(v.parameter, v.requires_grad) for v in layout.tensors] == [
         (True, True), (True, False), (False, True), (False, False),
     ]  # fmt: skip
-    dressed = [extents.dress(view, torch.zeros(3)) for view in layout.tensors]
+    dressed = [views.dress(view, torch.zeros(3)) for view in layout.tensors]
     assert [type(t) for t in dressed] == [nn.Parameter, nn.Parameter, Tensor, Tensor]
     assert [t.requires_grad for t in dressed] == [True, False, True, False]
 
@@ -352,7 +352,7 @@ def test_views_that_reach_outside_their_bytes_are_refused(changes: dict[str, Any
     """set_() would enlarge the storage and hand out uninitialised memory."""
     memory = torch.zeros(24, dtype=torch.uint8)
     with pytest.raises(CorruptionError):
-        extents.rebuild(view(**changes), memory)
+        views.rebuild(view(**changes), memory)
     assert memory.untyped_storage().nbytes() == 24
 
 
@@ -360,9 +360,9 @@ def test_rebuild_inside_a_larger_buffer() -> None:
     arena = torch.zeros(4096, dtype=torch.uint8)
     inside = arena[64:88]
     inside.view(torch.float32).copy_(torch.arange(6.0))
-    assert torch.equal(extents.rebuild(view(), inside), torch.arange(6.0).reshape(2, 3))
+    assert torch.equal(views.rebuild(view(), inside), torch.arange(6.0).reshape(2, 3))
     with pytest.raises(UnsupportedFormatError):
-        extents.rebuild(view(dtype="float2"), inside)
+        views.rebuild(view(dtype="float2"), inside)
 
 
 def test_large_pool_buffers_are_memory_of_their_own() -> None:

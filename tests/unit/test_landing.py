@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 import deltackpt
 from deltackpt import landing
-from deltackpt.buffers import Lease
-from deltackpt.capture import BufferPool, Capture
+from deltackpt.buffers import BufferPool, Lease
+from deltackpt.capture import Capture
 from deltackpt.cuda.split import SplitStager
 from deltackpt.cuda.stager import DeviceStager
 from deltackpt.cuda.table import ChunkTable, list_bytes

@@ -150,7 +150,7 @@ def test_what_is_frozen_is_not_copied_as_long_as_it_rests(opened: Opener) -> Non
 def copied_paths(ckpt: Any) -> set[str]:
     """Paths of the extents that the last staging of host memory found in private copies."""
     plan = ckpt._pipeline._stager._host._plan
-    return {plan.keys[extent][0] for extent in plan.private_extents}
+    return {plan.keys[extent][0] for extent in plan._extents[1]}
 
 
 def test_a_frozen_parameter_that_changed_is_never_taken_for_the_one_of_the_call(

@@ -27,9 +27,9 @@ from deltackpt.cuda.runtime import CudaRuntime
 from deltackpt.cuda.split import SplitStager, stager_for
 from deltackpt.cuda.stager import DeviceStager
 from deltackpt.cuda.table import ChunkTable, list_bytes
-from deltackpt.extents import Source
 from deltackpt.options import SLOT_BYTES
 from deltackpt.report import DeviceFigures, SaveProgress
+from deltackpt.sources import Source
 from deltackpt.stage import HostStager, Job
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "ptx"))

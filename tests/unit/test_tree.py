@@ -19,7 +19,7 @@ from deltackpt_store.errors import CorruptionError, InvalidInputError, MismatchE
 from deltackpt_store.layout_check import check_structure
 from torch import Tensor, nn
 
-from deltackpt import params, tree
+from deltackpt import building, params, tree
 from deltackpt.paths import segments
 
 
@@ -397,7 +397,7 @@ def test_only_some_slots() -> None:
     slots = {path: slot for slot, path in enumerate(taken.layout.paths)}
 
     def built(*wanted: str) -> Any:
-        return tree.build(
+        return building.build(
             taken.layout.structure, lambda slot: slot, keep={slots[path] for path in wanted}
         )
 
@@ -428,17 +428,17 @@ def node(structure: Any) -> bytes:
 def test_damaged_structures_are_refused(structure: bytes) -> None:
     leaves = [torch.arange(8, dtype=torch.uint8), 5]
     with pytest.raises(CorruptionError):
-        tree.build(structure, lambda slot: leaves[slot])
+        building.build(structure, lambda slot: leaves[slot])
 
 
 def test_sparse_indices_are_checked() -> None:
     """Indices from a damaged file must not make a kernel read outside its memory."""
     parts = [torch.tensor([[0, 9]]), torch.ones(2)]
     with pytest.raises(CorruptionError):
-        tree.build(node(["coo", [3], False, 0, 1, False, False]), lambda slot: parts[slot])
+        building.build(node(["coo", [3], False, 0, 1, False, False]), lambda slot: parts[slot])
     csr = [torch.tensor([0, 5, 1]), torch.tensor([0]), torch.ones(1)]
     with pytest.raises(CorruptionError):
-        tree.build(node(["csr", [2, 2], 0, 1, 2, False, False]), lambda slot: csr[slot])
+        building.build(node(["csr", [2, 2], 0, 1, 2, False, False]), lambda slot: csr[slot])
 
 
 # names of parameters ------------------------------------------------------------------------
