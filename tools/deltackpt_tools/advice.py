@@ -33,7 +33,7 @@ from deltackpt_store.store import Store
 
 from deltackpt_tools.arguments import check_seconds, check_share
 from deltackpt_tools.damage import naming_tensors
-from deltackpt_tools.frames import as_dict, frame
+from deltackpt_tools.frames import Record, frame
 from deltackpt_tools.history_stat import durable_seconds
 from deltackpt_tools.named import StoreLike, as_store
 
@@ -63,7 +63,7 @@ def waste(interval: float, stall: float, durable: float, restore: float, mtbf: f
 
 
 @dataclass(frozen=True, slots=True)
-class Advice:
+class Advice(Record):
     """Times in seconds; figures of saves are medians of the newest ones."""
 
     store: str
@@ -103,9 +103,6 @@ class Advice:
     write_speed: float | None
     """Bytes per second of new chunks while the writer flushes."""
 
-    def to_dict(self) -> dict[str, Any]:
-        return as_dict(self)
-
     def to_dataframe(self) -> Any:
         """A pandas DataFrame of one row."""
         return frame([self.to_dict()])
@@ -135,7 +132,7 @@ def advise(
     where = as_store(store)
     name = run if run is not None else newest_run(where)
     line = where.lineage(name)
-    recent = [commit for commit in line if "stall_seconds" in commit.stats][-RECENT:]
+    recent = recent_saves(line)
     if len(recent) < 2:
         raise InvalidInputError(
             f"run {name!r} has {len(recent)} saves that recorded how long they took; 2 are needed",
@@ -148,6 +145,11 @@ def advise(
     return from_commits(
         recent, store=where.path, mtbf=mtbf, overhead=overhead, restore=seconds, measured=measured
     )
+
+
+def recent_saves(line: Sequence[Commit]) -> list[Commit]:
+    """The newest commits of `line` that recorded how long they took; `RECENT` at most."""
+    return [commit for commit in line if "stall_seconds" in commit.stats][-RECENT:]
 
 
 def from_commits(
@@ -276,7 +278,8 @@ def measure_restore(
     if not total:
         return 0.0
     stride = max(1, ceil(total / SAMPLE_BYTES))
-    sample = [item for group in _groups(wanted, 64)[::stride] for item in group]
+    starts = range(0, len(wanted), 64 * stride)
+    sample = [item for start in starts for item in wanted[start : start + 64]]
     size = sum(length for _, length in sample)
     batch, done, spent = 512, 0, 0.0
     reader = store.reader(snapshot.packs)
@@ -294,7 +297,3 @@ def measure_restore(
         if progress is not None:
             progress(done, size)
     return opened + spent * total / size
-
-
-def _groups(items: list[tuple[bytes, int]], count: int) -> list[list[tuple[bytes, int]]]:
-    return [items[i : i + count] for i in range(0, len(items), count)]

@@ -12,13 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import sqrt
 from statistics import median
-from typing import Any
 
-from deltackpt_tools.frames import as_dict
+from deltackpt_tools.frames import Record
 
 
 @dataclass(frozen=True, slots=True)
-class Bases:
+class Bases(Record):
     saves: int
     bases: int
     manifest_bytes: int
@@ -29,9 +28,6 @@ class Bases:
     """Saves for each base at which manifests would be smallest; None when it cannot be told."""
     best_bytes: float | None
     """Mean bytes of manifest for a save then."""
-
-    def to_dict(self) -> dict[str, Any]:
-        return as_dict(self)
 
 
 def base_interval(manifests: Sequence[tuple[bool, int]]) -> Bases:

@@ -15,20 +15,19 @@ from numpy.typing import NDArray
 
 from deltackpt_tools.arguments import check_text
 from deltackpt_tools.chunk_rows import ChunkRows
-from deltackpt_tools.compare import span, tensor_nbytes
-from deltackpt_tools.frames import as_dict, frame
+from deltackpt_tools.frames import Record, frame
 from deltackpt_tools.module_paths import natural
 from deltackpt_tools.named import StepLike, StoreLike, ancestry, as_commit, as_store
 from deltackpt_tools.nearness import matches, near
 from deltackpt_tools.numeric import count_nonfinite, may_be_nonfinite
 from deltackpt_tools.parameters import ParameterNames
-from deltackpt_tools.tensor_bytes import TensorBytes, without_repeats
+from deltackpt_tools.tensor_bytes import TensorBytes, span, tensor_nbytes, without_repeats
 
 Progress = Callable[[int, int | None], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class Part(Record):
     """Bytes `start`..`stop` of what the tensor looks at, last changed by this step. Chunks are the
     finest that can be told apart."""
 
@@ -38,12 +37,9 @@ class Part:
     step: int
     number: int
 
-    def to_dict(self) -> dict[str, Any]:
-        return as_dict(self)
-
 
 @dataclass(frozen=True, slots=True)
-class NotFinite:
+class NotFinite(Record):
     """The first step in which a tensor holds NaN or infinite elements, and how many."""
 
     run: str
@@ -52,12 +48,9 @@ class NotFinite:
     nan: int
     inf: int
 
-    def to_dict(self) -> dict[str, Any]:
-        return as_dict(self)
-
 
 @dataclass(frozen=True, slots=True)
-class TensorBlame:
+class TensorBlame(Record):
     path: str
     dtype: str
     shape: tuple[int, ...]
@@ -81,12 +74,9 @@ class TensorBlame:
             sums[key] = sums.get(key, 0) + part.stop - part.start
         return dict(sorted(sums.items(), key=lambda item: (item[0][1], item[0][2]), reverse=True))
 
-    def to_dict(self) -> dict[str, Any]:
-        return as_dict(self)
-
 
 @dataclass(frozen=True, slots=True)
-class Blame:
+class Blame(Record):
     """`searched` is the number of steps that were looked at; the oldest is `since`: what it holds
     may be older where retention has removed what came before."""
 
@@ -97,9 +87,6 @@ class Blame:
     searched: int
     since: int
     tensors: tuple[TensorBlame, ...]
-
-    def to_dict(self) -> dict[str, Any]:
-        return as_dict(self)
 
     def to_dataframe(self) -> Any:
         """A pandas DataFrame with one row per part of a tensor."""

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 
 from deltackpt_tools.changes import TensorChange, ValueStats
 from deltackpt_tools.chunk_rows import BATCH, ChunkRows
-from deltackpt_tools.compare import Comparison, Pair, tensor_nbytes
+from deltackpt_tools.compare import Comparison, Pair
 from deltackpt_tools.numeric import Sums
-from deltackpt_tools.tensor_bytes import TensorBytes, without_repeats
+from deltackpt_tools.tensor_bytes import TensorBytes, tensor_nbytes, without_repeats
 
 
 class ValueReader:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from deltackpt_tools.arguments import check_depth
-from deltackpt_tools.frames import as_dict, frame
+from deltackpt_tools.frames import Record, frame
 from deltackpt_tools.module_paths import Depth, folding, natural
 
 Change = Literal["added", "removed", "renamed", "reshaped", "changed", "unproven"]
@@ -18,7 +18,7 @@ _ORDER = {"removed": 0, "added": 1, "reshaped": 2, "renamed": 3, "changed": 4, "
 
 
 @dataclass(frozen=True, slots=True)
-class ValueStats:
+class ValueStats(Record):
     """How the elements of one tensor differ. Only chunks that differ were read.
 
     Differences are of elements that are finite on both sides. `rms` is over all elements of the
@@ -41,11 +41,11 @@ class ValueStats:
         return self.changed_elements / self.elements if self.elements else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        return {**as_dict(self), "share": self.share}
+        return {**Record.to_dict(self), "share": self.share}
 
 
 @dataclass(frozen=True, slots=True)
-class TensorChange:
+class TensorChange(Record):
     """One tensor that differs. `bytes` and `chunks` are the new tensor's (the old one's when it was
     removed); a chunk counts for every tensor that looks at it. `old_*` is None when it was added,
     `new` attributes are None when it was removed."""
@@ -76,11 +76,11 @@ class TensorChange:
         return self.changed_bytes / self.bytes if self.bytes else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        return {**as_dict(self), "share": self.share}
+        return {**Record.to_dict(self), "share": self.share}
 
 
 @dataclass(frozen=True, slots=True)
-class ValueChange:
+class ValueChange(Record):
     """A plain value that differs, each side as a line of Python: the whole, or where that reads
     alike the first part that differs, after its place. None on the side that lacks it."""
 
@@ -88,12 +88,9 @@ class ValueChange:
     old: str | None
     new: str | None
 
-    def to_dict(self) -> dict[str, Any]:
-        return as_dict(self)
-
 
 @dataclass(frozen=True, slots=True)
-class ModuleChange:
+class ModuleChange(Record):
     """All tensors below one prefix, those that do not differ included."""
 
     module: str
@@ -112,11 +109,11 @@ class ModuleChange:
         return self.changed_bytes / self.bytes if self.bytes else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        return {**as_dict(self), "share": self.share}
+        return {**Record.to_dict(self), "share": self.share}
 
 
 @dataclass(frozen=True, slots=True)
-class Side:
+class Side(Record):
     """One of the two steps."""
 
     store: str
@@ -124,9 +121,6 @@ class Side:
     step: int
     number: int
     root: str
-
-    def to_dict(self) -> dict[str, Any]:
-        return as_dict(self)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,8 @@ from deltackpt_store.manifest import Snapshot, TensorView, element_bytes
 from deltackpt_store.reader import ChunkReader
 from numpy.typing import NDArray
 
-from deltackpt_tools.compare import span
 from deltackpt_tools.damage import naming_tensors
-from deltackpt_tools.tensor_bytes import is_contiguous
+from deltackpt_tools.tensor_bytes import is_contiguous, span
 
 BATCH = 16 * 1024 * 1024  # bytes held at once; one chunk may be larger
 

@@ -32,8 +32,8 @@ def _every(steps: int | None, interval: float | None) -> str:
     return seconds(interval) + (f", every {counted(steps, 'step')}" if steps else "")
 
 
-def _yes(keeps_up: bool | None, yes: str, no: str) -> str:
-    return "not known from these commits" if keeps_up is None else yes if keeps_up else no
+def _keeps_up(does: bool | None, otherwise: str) -> str:
+    return "not known from these commits" if does is None else "keeps up" if does else otherwise
 
 
 def _lines(advice: Advice) -> list[str]:
@@ -66,10 +66,9 @@ def _lines(advice: Advice) -> list[str]:
     speed = "" if advice.write_speed is None else f", writes {size(advice.write_speed)}/s"
     skipped = f", {counted(advice.skipped, 'save')} skipped" if advice.skipped else ""
     keeping = [
-        ["storage", _yes(advice.storage_keeps_up, "keeps up", "FALLS BEHIND") + busy + speed
-         + skipped],
-        ["ring", _yes(advice.ring_keeps_up, "keeps up",
-                      "TOO SMALL: staging waits for the writer to free it")],
+        ["storage", _keeps_up(advice.storage_keeps_up, "FALLS BEHIND") + busy + speed + skipped],
+        ["ring", _keeps_up(advice.ring_keeps_up,
+                           "TOO SMALL: staging waits for the writer to free it")],
     ]  # fmt: skip
     return [
         f"run {advice.run}: medians of {counted(advice.saves, 'save')}",

@@ -21,10 +21,6 @@ from deltackpt_tools.output import (
 from deltackpt_tools.stores import SHORT_DIGEST
 
 
-def _bytes(value: int | None) -> str:
-    return "-" if value is None else size(value)
-
-
 def _table(run: RunLog) -> list[str]:
     rows = [["step", "number", "saved", "state", "new", "root", "metrics", "note"]]
     for entry in run.commits:
@@ -33,8 +29,8 @@ def _table(run: RunLog) -> list[str]:
                 str(entry.step),
                 str(entry.number),
                 moment(entry.created),
-                _bytes(entry.state_bytes),
-                _bytes(entry.written_bytes),
+                size(entry.state_bytes),
+                size(entry.written_bytes),
                 entry.root[:SHORT_DIGEST],
                 metrics_text(entry.metrics),
                 note(entry, run.before.get(entry.number)),
@@ -65,7 +61,7 @@ def _graph_lines(result: Log) -> list[str]:
 
     def describe(entry: LoggedStep) -> str:
         words = [f"{entry.run}@{entry.step}".ljust(width), moment(entry.created)]
-        words += [_bytes(entry.written_bytes).rjust(8), metrics_text(entry.metrics)]
+        words += [size(entry.written_bytes).rjust(8), metrics_text(entry.metrics)]
         extra = note(entry, before.get((entry.run, entry.number)))
         return "  ".join([*words, *([extra] if extra else [])])
 

@@ -28,10 +28,6 @@ from deltackpt_tools.watching import StoreState, await_store, look, watch
 _CLEAR = "\x1b[H\x1b[J"
 
 
-def _bytes(value: int | None) -> str:
-    return "-" if value is None else size(value)
-
-
 def lines(state: StoreState) -> list[str]:
     """The state as text; one row per run, the one saved to last first."""
     backlog = "nothing in flight"
@@ -49,9 +45,9 @@ def lines(state: StoreState) -> list[str]:
                 seconds(run.stall),
                 seconds(run.staged),
                 seconds(run.durable),
-                _bytes(run.state_bytes),
-                _bytes(run.staged_bytes),
-                _bytes(run.written_bytes),
+                size(run.state_bytes),
+                size(run.staged_bytes),
+                size(run.written_bytes),
                 str(run.skipped),
                 metrics_text(run.metrics, digits=5),
                 safe(run.writer or "-"),

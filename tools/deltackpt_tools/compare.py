@@ -13,12 +13,12 @@ from math import prod
 
 import numpy as np
 from blake3 import blake3
-from deltackpt_store.manifest import Snapshot, TensorView, element_bytes
+from deltackpt_store.manifest import Snapshot, TensorView
 from numpy.typing import NDArray
 
 from deltackpt_tools.changes import Change, TensorChange, ValueChange
 from deltackpt_tools.numeric import numeric_dtype
-from deltackpt_tools.tensor_bytes import is_contiguous
+from deltackpt_tools.tensor_bytes import is_contiguous, span, tensor_nbytes
 from deltackpt_tools.value_difference import render_both
 from deltackpt_tools.value_text import render
 
@@ -54,18 +54,6 @@ class Comparison:
     changed_bytes: int
     chunks: int
     changed_chunks: int
-
-
-def tensor_nbytes(view: TensorView) -> int:
-    return prod(view.shape) * element_bytes(view.dtype)
-
-
-def span(view: TensorView) -> tuple[int, int]:
-    """First and end byte of the extent that the tensor looks at (gaps of strides included)."""
-    if 0 in view.shape:
-        return view.offset, view.offset
-    last = sum((n - 1) * s for n, s in zip(view.shape, view.stride, strict=True))
-    return view.offset, view.offset + (last + 1) * element_bytes(view.dtype)
 
 
 class ChangedChunks:

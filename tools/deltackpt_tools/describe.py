@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import prod
 from typing import Any, cast
 
 import msgspec
@@ -18,7 +17,6 @@ from deltackpt_store.manifest import (
     Ids,
     Snapshot,
     TensorView,
-    element_bytes,
 )
 from deltackpt_store.pack_set import is_gone
 from deltackpt_store.store import Store
@@ -27,7 +25,7 @@ from deltackpt_tools.nearness import matches, require_matches
 from deltackpt_tools.output import counted
 from deltackpt_tools.parameters import ParameterNames
 from deltackpt_tools.stores import label
-from deltackpt_tools.tensor_bytes import is_contiguous
+from deltackpt_tools.tensor_bytes import is_contiguous, tensor_nbytes
 from deltackpt_tools.value_text import as_json, render
 
 
@@ -170,7 +168,7 @@ def describe(store: Store, commit: Commit, globs: Sequence[str] = ()) -> Descrip
                 TensorRow(
                     path,
                     view,
-                    prod(view.shape) * element_bytes(view.dtype),
+                    tensor_nbytes(view),
                     per_extent.get(view.extent, Stored()),
                     layout.extents[view.extent],
                     others,

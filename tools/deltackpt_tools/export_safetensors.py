@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field
 from io import BufferedRandom
-from math import prod
 
 from deltackpt_store.errors import InvalidInputError, NotFoundError, StateError
-from deltackpt_store.manifest import Commit, Snapshot, element_bytes
+from deltackpt_store.manifest import Commit, Snapshot
 
 from deltackpt_tools.progress import Progress
 from deltackpt_tools.publish import require_room
 from deltackpt_tools.safetensors_file import Entry, header, ordered, problem
 from deltackpt_tools.selection import Selection, flat_names
 from deltackpt_tools.structure import array_slots
-from deltackpt_tools.tensor_bytes import TensorBytes
+from deltackpt_tools.tensor_bytes import TensorBytes, tensor_nbytes
 
 
 @dataclass(slots=True)
@@ -65,8 +64,7 @@ def export_safetensors(
         if (reason := problem(view.dtype, view.shape)) is not None:
             result.refused.append((paths[view.slot], reason))
             continue
-        nbytes = prod(view.shape) * element_bytes(view.dtype)
-        entries.append(Entry(name, view.dtype, view.shape, nbytes))
+        entries.append(Entry(name, view.dtype, view.shape, tensor_nbytes(view)))
         by_extent[view.extent].append(name)
     result.left_out += [(path, "internal to the library") for path in selection.internal]
     result.left_out += [(paths[slot], "not a tensor") for slot in selection.values]

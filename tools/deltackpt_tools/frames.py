@@ -10,19 +10,20 @@ from typing import Any, cast
 from deltackpt_store.errors import InvalidInputError
 
 
-def as_dict(value: Any) -> dict[str, Any]:
-    """A frozen dataclass as nested dicts and lists; digests stay as they are."""
-    return {
-        field.name: _plain(getattr(value, field.name))
-        for field in dataclasses.fields(value)
-        if field.repr
-    }
+class Record:
+    """What the dataclasses of the Python API have in common."""
+
+    __slots__ = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as nested dicts and lists; digests stay as they are."""
+        fields = dataclasses.fields(cast("Any", self))
+        return {field.name: _plain(getattr(self, field.name)) for field in fields}
 
 
 def _plain(value: Any) -> Any:
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        to_dict = getattr(value, "to_dict", None)
-        return as_dict(value) if to_dict is None else to_dict()
+    if isinstance(value, Record):
+        return value.to_dict()
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in cast("Sequence[Any]", value)]
     if isinstance(value, dict):

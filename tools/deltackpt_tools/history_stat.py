@@ -43,10 +43,6 @@ def codec_shares(stats: dict[str, float]) -> dict[str, float]:
     return {n: v / total for n, v in sorted(sizes.items(), key=lambda item: -item[1])}
 
 
-def _bytes(value: float | None) -> str:
-    return "-" if value is None else size(value)
-
-
 def rows(run: RunLog) -> list[list[str]]:
     """Table cells, head included."""
     cells = [HEAD]
@@ -62,10 +58,10 @@ def _row(entry: LoggedStep, before: int | None) -> list[str]:
     codecs = " ".join(f"{safe(name)} {part:.0%}" for name, part in codec_shares(stats).items())
     return [
         str(entry.step),
-        _bytes(stats.get("state_bytes")),
-        _bytes(changed_bytes(stats)),
-        _bytes(staged),
-        _bytes(stats.get("written_bytes")),
+        size(stats.get("state_bytes")),
+        size(changed_bytes(stats)),
+        size(staged),
+        size(stats.get("written_bytes")),
         share,
         codecs or "-",
         seconds(stats.get("stall_seconds")),

@@ -12,13 +12,13 @@ from deltackpt_store.manifest import Commit
 from deltackpt_store.store import Store
 
 from deltackpt_tools.arguments import check_whole
-from deltackpt_tools.frames import as_dict, frame
+from deltackpt_tools.frames import Record, frame
 from deltackpt_tools.named import StoreLike, as_store
 from deltackpt_tools.stores import stat
 
 
 @dataclass(frozen=True, slots=True)
-class Parent:
+class Parent(Record):
     """The commit that another continues. `step` is None when it can no longer be read."""
 
     run: str
@@ -28,7 +28,7 @@ class Parent:
 
 
 @dataclass(frozen=True, slots=True)
-class LoggedStep:
+class LoggedStep(Record):
     """One commit. Digests are hex, times Unix seconds, sizes bytes (None when not recorded)."""
 
     run: str
@@ -48,9 +48,6 @@ class LoggedStep:
     metrics: dict[str, float]
     stats: dict[str, float]
     versions: dict[str, str]
-
-    def to_dict(self) -> dict[str, Any]:
-        return as_dict(self)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from typing import Any
 
 from deltackpt_store.errors import NotFoundError
 from deltackpt_store.manifest import Commit
@@ -65,8 +64,3 @@ def ancestry(store: Store, commit: Commit) -> list[Commit]:
             current = None
     line.reverse()
     return line
-
-
-def origin(commit: Commit) -> dict[str, Any]:
-    """How documents name a commit."""
-    return {"run": commit.run, "step": commit.step, "number": commit.number}

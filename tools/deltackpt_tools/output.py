@@ -92,8 +92,10 @@ def write_json(value: dict[str, Any]) -> None:
     click.echo(json.dumps(plain(value), ensure_ascii=True, allow_nan=False))
 
 
-def size(count: float) -> str:
+def size(count: float | None) -> str:
     """Bytes for people, in powers of 1000: ``999 B``, ``1.2 kB``, ``12.3 GB``."""
+    if count is None:
+        return "-"
     if count < 1000:
         return f"{count:.0f} B"
     for unit in ("kB", "MB", "GB", "TB"):
@@ -168,10 +170,10 @@ LONGEST_NAME = 40
 _METRICS_WIDTH = 160
 
 
-def shortened(text: str, limit: int = LONGEST_NAME) -> str:
-    """`text` from a store, safe to print, cut to `limit` characters."""
-    text = safe(text[: limit + 1])
-    return text if len(text) <= limit else text[: limit - 3] + "..."
+def shortened(text: str) -> str:
+    """`text` from a store, safe to print, cut to `LONGEST_NAME` characters."""
+    text = safe(text[: LONGEST_NAME + 1])
+    return text if len(text) <= LONGEST_NAME else text[: LONGEST_NAME - 3] + "..."
 
 
 def metrics_text(metrics: Mapping[str, float], digits: int = 6) -> str:

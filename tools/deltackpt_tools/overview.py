@@ -8,7 +8,7 @@ from typing import Any
 
 from deltackpt_tools.arguments import check_depth, check_globs
 from deltackpt_tools.describe import describe
-from deltackpt_tools.frames import as_dict, frame
+from deltackpt_tools.frames import Record, frame
 from deltackpt_tools.module_paths import Depth
 from deltackpt_tools.named import StepLike, StoreLike, as_commit, as_store
 from deltackpt_tools.usage import measure
@@ -16,7 +16,7 @@ from deltackpt_tools.usage_modules import ModuleUsage, measure_modules
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class Step(Record):
     """What one step consists of. `tensors`, `values` and `stored` have the fields of the JSON
     document of ``deltackpt show``."""
 
@@ -38,16 +38,13 @@ class Step:
     values: tuple[dict[str, Any], ...]
     damaged_packs: dict[str, str]
 
-    def to_dict(self) -> dict[str, Any]:
-        return as_dict(self)
-
     def to_dataframe(self) -> Any:
         """A pandas DataFrame with one row per tensor."""
         return frame(self.tensors)
 
 
 @dataclass(frozen=True, slots=True)
-class StepBytes:
+class StepBytes(Record):
     """Stored bytes that one step needs; see ``deltackpt du``."""
 
     run: str
@@ -58,12 +55,9 @@ class StepBytes:
     added_bytes: int
     missing_chunks: int
 
-    def to_dict(self) -> dict[str, Any]:
-        return as_dict(self)
-
 
 @dataclass(frozen=True, slots=True)
-class Usages:
+class Usages(Record):
     """Where the bytes of a store are; docs/cli.md (`du`) tells what each figure counts."""
 
     store: str
@@ -75,9 +69,6 @@ class Usages:
     steps: tuple[StepBytes, ...]
     modules: tuple[ModuleUsage, ...]
     unreadable: tuple[tuple[str, str], ...]
-
-    def to_dict(self) -> dict[str, Any]:
-        return as_dict(self)
 
     def to_dataframe(self) -> Any:
         """A pandas DataFrame with one row per step."""

@@ -14,18 +14,18 @@ from deltackpt_store.merkle import tensor_digest
 from deltackpt_store.store import Store
 
 from deltackpt_tools.arguments import check_text
-from deltackpt_tools.compare import span
 from deltackpt_tools.describe import TensorRow, describe, find_places
-from deltackpt_tools.frames import as_dict, frame
+from deltackpt_tools.frames import Record, frame
 from deltackpt_tools.named import StepLike, StoreLike, as_commit, as_store
 from deltackpt_tools.nearness import near
+from deltackpt_tools.tensor_bytes import span
 from deltackpt_tools.usage import all_commits
 
 MIN_PREFIX = 4  # hex digits of a chunk id that may stand for it
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Place(Record):
     """Where a copy of a chunk lies. Sizes and offsets in bytes; `references` are chunk ids (hex)
     that are needed to decode it."""
 
@@ -45,12 +45,9 @@ class Place:
             tuple(ref.hex() for ref in location.refs),
         )
 
-    def to_dict(self) -> dict[str, Any]:
-        return as_dict(self)
-
 
 @dataclass(frozen=True, slots=True)
-class ChunkOfTensor:
+class ChunkOfTensor(Record):
     """Chunk number `index` of the extent; `place` is None when no intact pack holds it."""
 
     index: int
@@ -58,12 +55,9 @@ class ChunkOfTensor:
     bytes: int
     place: Place | None
 
-    def to_dict(self) -> dict[str, Any]:
-        return as_dict(self)
-
 
 @dataclass(frozen=True, slots=True)
-class TensorDetails:
+class TensorDetails(Record):
     """One tensor of one step, chunk by chunk."""
 
     store: str
@@ -78,16 +72,13 @@ class TensorDetails:
     chunks: tuple[ChunkOfTensor, ...]
     """Empty when the bytes lie in the manifest."""
 
-    def to_dict(self) -> dict[str, Any]:
-        return as_dict(self)
-
     def to_dataframe(self) -> Any:
         """A pandas DataFrame with one row per chunk."""
         return frame([chunk.to_dict() for chunk in self.chunks])
 
 
 @dataclass(frozen=True, slots=True)
-class Use:
+class Use(Record):
     """A tensor of a step that a chunk is part of."""
 
     run: str
@@ -96,12 +87,9 @@ class Use:
     tensor: str
     index: int
 
-    def to_dict(self) -> dict[str, Any]:
-        return as_dict(self)
-
 
 @dataclass(frozen=True, slots=True)
-class ChunkDetails:
+class ChunkDetails(Record):
     """One chunk of `bytes` raw bytes: where it lies, and which tensors of which steps hold it."""
 
     store: str
@@ -111,9 +99,6 @@ class ChunkDetails:
     referenced_by: int
     """Chunks that are coded against this one."""
     uses: tuple[Use, ...]
-
-    def to_dict(self) -> dict[str, Any]:
-        return as_dict(self)
 
     def to_dataframe(self) -> Any:
         """A pandas DataFrame with one row per use."""

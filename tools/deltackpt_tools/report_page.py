@@ -153,7 +153,7 @@ def _summary(survey: RunSurvey) -> str:
     stall, durable = _median([s.stall for s in saves]), _median([s.durable for s in saves])
     items = [
         (str(len(saves)), f"saves, steps {saves[0].step} to {saves[-1].step}", ""),
-        (_bytes(saves[-1].state_bytes), "state of the newest step", ""),
+        (size(saves[-1].state_bytes), "state of the newest step", ""),
         (size(written), f"written in all; full saves: {size(full)}", ""),
         (f"{full / written:.1f}x" if written and full else "-", "less written than full saves", ""),
         (seconds(stall), "stall, median", ""),
@@ -211,10 +211,6 @@ def _timeline(name: str, survey: RunSurvey, data: dict[str, Any]) -> str:
     )
 
 
-def _bytes(value: float | None) -> str:
-    return "-" if value is None else size(value)
-
-
 def _saves(name: str, saves: tuple[SavePoint, ...], metrics: list[str]) -> str:
     columns = [
         Column(title, numeric=title not in ("saved", "manifest"))
@@ -228,7 +224,7 @@ def _saves(name: str, saves: tuple[SavePoint, ...], metrics: list[str]) -> str:
             Cell(str(save.step), save.step),
             Cell(moment(save.created)),
             *(
-                Cell(_bytes(value), value)
+                Cell(size(value), value)
                 for value in (
                     save.state_bytes, save.changed_bytes, save.staged_bytes, save.written_bytes,
                 )

@@ -13,7 +13,7 @@ from deltackpt_store.manifest import Commit, Snapshot
 from deltackpt_store.store import Store
 from numpy.typing import NDArray
 
-from deltackpt_tools.advice import Advice, from_commits, measure_restore
+from deltackpt_tools.advice import Advice, from_commits, measure_restore, recent_saves
 from deltackpt_tools.arguments import check_seconds
 from deltackpt_tools.base_interval import base_interval
 from deltackpt_tools.frames import frame
@@ -196,7 +196,7 @@ class _Updates:
 
 
 def _advice(store: Store, line: list[Commit], mtbf: float) -> Advice | None:
-    recent = [commit for commit in line if "stall_seconds" in commit.stats][-200:]
+    recent = recent_saves(line)
     if len(recent) < 2:
         return None
     try:

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from deltackpt_store.oserror import storage_error
 from deltackpt_store.store import Store
 from numpy.typing import NDArray
 
-from deltackpt_tools.frames import as_dict
+from deltackpt_tools.frames import Record
 from deltackpt_tools.stored_chunks import StoredChunks, joined
 from deltackpt_tools.usage import measure_files
 
 
 @dataclass(frozen=True, slots=True)
-class Health:
+class Health(Record):
     """The state of the store as a whole. Sizes in bytes."""
 
     total_bytes: int
@@ -36,9 +35,6 @@ class Health:
     findings: tuple[tuple[str, str, str], ...]
     """Damage: (kind, name, reason)."""
     unreadable: tuple[tuple[str, str], ...]
-
-    def to_dict(self) -> dict[str, Any]:
-        return as_dict(self)
 
 
 def health_of(

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from deltackpt_tools.advice import Advice
 from deltackpt_tools.base_interval import Bases
-from deltackpt_tools.frames import as_dict
+from deltackpt_tools.frames import Record
 from deltackpt_tools.history_stat import durable_seconds
 from deltackpt_tools.module_paths import Folding, natural, suited
 from deltackpt_tools.parameters import ParameterNames, labelled
@@ -28,7 +28,7 @@ Shares = NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
-class SavePoint:
+class SavePoint(Record):
     """One save of a run. Bytes and seconds; None when not recorded."""
 
     step: int
@@ -47,12 +47,9 @@ class SavePoint:
     skipped: float | None
     metrics: dict[str, float]
 
-    def to_dict(self) -> dict[str, Any]:
-        return as_dict(self)
-
 
 @dataclass(frozen=True, slots=True)
-class TensorHabit:
+class TensorHabit(Record):
     """How one run of bytes behaves from save to save (named by its first tensor)."""
 
     path: str
@@ -77,7 +74,7 @@ class TensorHabit:
         return often and ratio is not None and ratio >= NOTHING_GAINED
 
     def to_dict(self) -> dict[str, Any]:
-        return {**as_dict(self), "never_wins": self.never_wins}
+        return {**Record.to_dict(self), "never_wins": self.never_wins}
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,8 +76,7 @@ class TensorBytes:
 
         InvalidInputError when they are too many for any file.
         """
-        width = element_bytes(view.dtype)
-        nbytes = prod(view.shape) * width
+        width, nbytes = element_bytes(view.dtype), tensor_nbytes(view)
         if nbytes == 0:
             return
         if nbytes >= 1 << 63:
@@ -89,10 +88,10 @@ class TensorBytes:
         if is_contiguous(view) and not (view.conj or view.neg):
             yield from self.extent(view.extent, view.offset, view.offset + nbytes)
             return
-        span = (1 + sum((n - 1) * s for n, s in zip(view.shape, view.stride, strict=True))) * width
-        with _scratch(span, self._folder) as memory:
+        start, stop = span(view)
+        with _scratch(stop - start, self._folder) as memory:
             position = 0
-            for piece in self.extent(view.extent, view.offset, view.offset + span):
+            for piece in self.extent(view.extent, start, stop):
                 memory[position : position + len(piece)] = piece
                 position += len(piece)
             array: NDArray[Any] = np.ndarray(
@@ -144,6 +143,19 @@ def _temporary_directory() -> str:
 def _element(width: int) -> np.dtype[Any]:
     """A NumPy type of that many bytes, copied as bits: of all widths, powers of two copy fast."""
     return np.dtype(f"u{width}" if width in (1, 2, 4, 8) else f"V{width}")
+
+
+def tensor_nbytes(view: TensorView) -> int:
+    """Bytes of the tensor's elements, each counted once for every index."""
+    return prod(view.shape) * element_bytes(view.dtype)
+
+
+def span(view: TensorView) -> tuple[int, int]:
+    """First and end byte of the extent that the tensor looks at (gaps of strides included)."""
+    if 0 in view.shape:
+        return view.offset, view.offset
+    last = sum((n - 1) * s for n, s in zip(view.shape, view.stride, strict=True))
+    return view.offset, view.offset + (last + 1) * element_bytes(view.dtype)
 
 
 def is_contiguous(view: TensorView) -> bool:

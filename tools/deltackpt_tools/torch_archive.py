@@ -11,7 +11,6 @@ import struct
 import zipfile
 from collections.abc import Iterable
 from io import BufferedRandom
-from types import TracebackType
 
 _ALIGN = 64
 _TOP = "archive"
@@ -30,12 +29,7 @@ class TorchArchive:
     def __enter__(self) -> TorchArchive:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self._zip.close()
         else:

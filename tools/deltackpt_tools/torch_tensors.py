@@ -15,7 +15,7 @@ from deltackpt_store.manifest import Snapshot, TensorView, element_bytes
 from deltackpt_tools.pickle_out import PickleOut
 from deltackpt_tools.pickle_values import torch_dtype
 from deltackpt_tools.selection import Selection
-from deltackpt_tools.tensor_bytes import TensorBytes
+from deltackpt_tools.tensor_bytes import TensorBytes, span, tensor_nbytes
 
 _STORAGES = {
     "float64": "DoubleStorage", "float32": "FloatStorage", "float16": "HalfStorage",
@@ -63,7 +63,7 @@ class Storages:
 
     def _shared(self, extent: int, views: list[TensorView]) -> _Storage:
         start = min(view.offset for view in views) // _ALIGN * _ALIGN
-        stop = max(start, *(view.offset + _reach(view) for view in views))
+        stop = max(start, *(span(view)[1] for view in views))
         dtypes = {view.dtype for view in views}
         kind = _STORAGES.get(dtypes.pop()) if len(dtypes) == 1 else None
         if kind is not None and (stop - start) % element_bytes(views[0].dtype):
@@ -76,11 +76,11 @@ class Storages:
             pieces = source.extent(storage.extent, storage.start, storage.stop)
             yield f"data/{storage.key}", storage.nbytes, pieces
         for view in self.lone:
-            yield f"data/lone{view.slot}", dense_bytes(view), source.tensor(view)
+            yield f"data/lone{view.slot}", tensor_nbytes(view), source.tensor(view)
 
     @property
     def nbytes(self) -> int:
-        return sum(s.nbytes for s in self._order) + sum(map(dense_bytes, self.lone))
+        return sum(s.nbytes for s in self._order) + sum(map(tensor_nbytes, self.lone))
 
     def tied(self, paths: Sequence[str]) -> list[list[str]]:
         """Paths of the tensors that share a storage, group by group."""
@@ -106,7 +106,7 @@ class Storages:
         storage = self._of_slot.get(view.slot)
         width = element_bytes(view.dtype)
         if storage is None:
-            storage = _Storage(f"lone{view.slot}", view.extent, 0, dense_bytes(view), None)
+            storage = _Storage(f"lone{view.slot}", view.extent, 0, tensor_nbytes(view), None)
             offset, stride, conj, neg = 0, _row_major(view.shape), False, False
         else:
             offset, stride = (view.offset - storage.start) // width, view.stride
@@ -147,22 +147,6 @@ class Storages:
             out.integer(storage.nbytes if storage.kind is None else storage.nbytes // width)
 
         out.persistent(emit, count=5)
-
-
-def dense_bytes(view: TensorView) -> int:
-    """Bytes of the tensor's elements, each counted once for every index."""
-    count = element_bytes(view.dtype)
-    for size in view.shape:
-        count *= size
-    return count
-
-
-def _reach(view: TensorView) -> int:
-    """Bytes from the first to past the last element."""
-    if not dense_bytes(view):
-        return 0
-    last = sum((n - 1) * step for n, step in zip(view.shape, view.stride, strict=True))
-    return (last + 1) * element_bytes(view.dtype)
 
 
 def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:

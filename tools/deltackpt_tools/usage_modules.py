@@ -13,14 +13,14 @@ from deltackpt_store.store import Store
 from numpy.typing import NDArray
 
 from deltackpt_tools.chunk_states import Keys
-from deltackpt_tools.frames import as_dict
+from deltackpt_tools.frames import Record
 from deltackpt_tools.module_paths import Depth, folding, natural
 from deltackpt_tools.stored_chunks import StoredChunks, chunk_keys, joined
 from deltackpt_tools.usage import all_commits
 
 
 @dataclass(frozen=True, slots=True)
-class ModuleUsage:
+class ModuleUsage(Record):
     """Stored bytes that the tensors below one prefix hold, over all steps, each chunk once."""
 
     module: str
@@ -36,7 +36,7 @@ class ModuleUsage:
         return self.total_bytes - self.unique_bytes
 
     def to_dict(self) -> dict[str, Any]:
-        return {**as_dict(self), "shared_bytes": self.shared_bytes}
+        return {**Record.to_dict(self), "shared_bytes": self.shared_bytes}
 
 
 def measure_modules(

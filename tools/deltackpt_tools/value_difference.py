@@ -13,10 +13,10 @@ _BEFORE = 12
 """Characters that are shown before the first one that differs."""
 
 
-def render_both(old: bytes, new: bytes, limit: int = 60) -> tuple[str, str]:
+def render_both(old: bytes, new: bytes) -> tuple[str, str]:
     """Both documents as of `render`. Where that reads alike (long values, arrays), the first part
     in which they differ, after its place as Python writes it: ``[41]: 2.5``."""
-    whole = render(old, limit), render(new, limit)
+    whole = render(old), render(new)
     if whole[0] != whole[1]:
         return whole
     try:
@@ -24,7 +24,7 @@ def render_both(old: bytes, new: bytes, limit: int = 60) -> tuple[str, str]:
     except MALFORMED:
         return whole
     before = f"{place}: " if place else ""
-    return cut(before + left, limit), cut(before + right, limit)
+    return cut(before + left), cut(before + right)
 
 
 def _first_difference(old: Node, new: Node) -> tuple[str, str, str]:

@@ -18,6 +18,8 @@ MALFORMED = (ValueError, TypeError, IndexError, AttributeError, KeyError, struct
 
 Node = Any  # a decoded msgpack value: native, or [tag, payload...]
 
+LINE = 60  # characters
+
 _DECIMAL_BITS = 2048
 """Of integers that are written with decimal digits; less than any limit of Python allows."""
 
@@ -35,18 +37,17 @@ def parse(document: bytes) -> Node:
         raise ValueError(str(error)) from error
 
 
-def render(document: bytes, limit: int = 60) -> str:
-    """One line of at most about `limit` characters that reads like Python."""
+def render(document: bytes) -> str:
+    """One line of at most about `LINE` characters that reads like Python."""
     try:
-        text = text_of(parse(document), 0, limit)
+        return cut(text_of(parse(document), 0, LINE))
     except MALFORMED as error:
         return f"<unreadable: {error}>"
-    return cut(text, limit)
 
 
-def cut(text: str, limit: int) -> str:
-    """`text`, or its beginning where it is longer than `limit`."""
-    return text if len(text) <= limit else text[: limit - 3] + "..."
+def cut(text: str) -> str:
+    """`text`, or its beginning where it is longer than `LINE`."""
+    return text if len(text) <= LINE else text[: LINE - 3] + "..."
 
 
 def text_of(node: Node, depth: int, budget: int) -> str:

@@ -20,13 +20,13 @@ from deltackpt_store.manifest import Commit
 from deltackpt_store.store import DIRECTORIES, Store
 
 from deltackpt_tools.arguments import check_seconds
-from deltackpt_tools.frames import as_dict, frame
+from deltackpt_tools.frames import Record, frame
 from deltackpt_tools.history_stat import durable_seconds
 from deltackpt_tools.named import StoreLike, as_store
 
 
 @dataclass(frozen=True, slots=True)
-class RunState:
+class RunState(Record):
     """The newest save of one run. Times in seconds, sizes in bytes; None when not recorded."""
 
     run: str
@@ -48,12 +48,9 @@ class RunState:
     writer: str | None
     """Who locked the run last, as ``pid@host``: it may have ended since."""
 
-    def to_dict(self) -> dict[str, Any]:
-        return as_dict(self)
-
 
 @dataclass(frozen=True, slots=True)
-class StoreState:
+class StoreState(Record):
     """What the newest commits tell of the trainings that save; `time` in Unix seconds."""
 
     store: str
@@ -62,9 +59,6 @@ class StoreState:
     """Bytes of packs that are being written and belong to no step yet: the backlog."""
     runs: tuple[RunState, ...]
     """The one saved to last first."""
-
-    def to_dict(self) -> dict[str, Any]:
-        return as_dict(self)
 
     def to_dataframe(self) -> Any:
         """A pandas DataFrame with one row per run."""
