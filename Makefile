@@ -69,7 +69,7 @@ floors:
 	.floors/bin/python -m pip --disable-pip-version-check --no-input install --quiet torch==2.13.0
 	.floors/bin/python -m pip --disable-pip-version-check --no-input install --quiet \
 	  $$($(PYTHON) tools/floors.py) \
-	  pytest pytest-timeout pytest-xdist hypothesis psutil pyyaml pandas hatchling editables build
+	  pytest pytest-timeout pytest-xdist hypothesis pyyaml pandas hatchling editables build
 	.floors/bin/python -m pip --disable-pip-version-check --no-input install --quiet \
 	  --no-build-isolation --no-deps --editable .
 	OMP_NUM_THREADS=1 PYTHONHASHSEED=0 .floors/bin/python -m pytest -n 2 --dist loadfile \

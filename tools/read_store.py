@@ -133,6 +133,8 @@ class Step:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 3:
+        sys.exit(__doc__)
     run, _, number = sys.argv[2].partition("@")
     step = Step(sys.argv[1], run, int(number) if number else None)
     for path in sys.argv[3:]:
