@@ -43,8 +43,6 @@ from deltackpt_store.scrub_order import (
     work_of,
 )
 
-__all__ = ["BadRecord", "Progress", "scrub"]
-
 FORK_WORK = 256 * 1024 * 1024
 """With less to do threads are enough: they start at once."""
 MAX_PROCESSES = 16
@@ -123,12 +121,14 @@ class _Scrub:
     def _together(self, todo: Iterator[Unit]) -> Iterator[Unit]:
         """Have a crew check the units; those that are left when a process of it died."""
         running: dict[Future[Checked], Unit] = {}
+        untaken: list[Unit] = []
         try:
             with self._crew() as crew:
                 while True:
                     while len(running) < 3 * self._workers and (unit := next(todo, None)):
-                        todo = chain([unit], todo)  # until it has been taken
-                        running[crew.submit(_check, unit)] = next(todo)
+                        untaken = [unit]
+                        running[crew.submit(_check, unit)] = unit
+                        untaken = []
                     if not running:
                         return todo
                     for future in wait(running, return_when=FIRST_COMPLETED).done:
@@ -136,7 +136,7 @@ class _Scrub:
                         del running[future]
         except BrokenProcessPool as error:
             _log.warning("a process that verifies has died; going on without: %s", error)
-            return chain(running.values(), todo)
+            return chain(untaken, running.values(), todo)
 
     @contextmanager
     def _crew(self) -> Generator[Executor]:

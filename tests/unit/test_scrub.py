@@ -7,7 +7,10 @@ import signal
 import threading
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,8 +22,8 @@ from deltackpt_store.fileio import FileIO, make_directories
 from deltackpt_store.pack import pack_name, pack_path, read_footer
 from deltackpt_store.pack_set import PackSet
 from deltackpt_store.pack_writer import PackWriter
-from deltackpt_store.scrub import BadRecord, scrub
-from deltackpt_store.scrub_check import Checked, Checker
+from deltackpt_store.scrub import scrub
+from deltackpt_store.scrub_check import BadRecord, Checked, Checker
 from deltackpt_store.scrub_order import Kin, Stretch, Table, families, odd, pieces, units, work_of
 from deltackpt_store.store import Store
 from deltackpt_store.store_writer import StoreWriter
@@ -344,6 +347,24 @@ def test_what_a_dead_process_leaves_is_checked_all_the_same(
     assert seen[-1] == sum(int(t.entries.table["stored"].sum()) for t in star.tables())
     assert "a process that verifies has died" in caplog.text
     assert children() == before
+
+
+def test_what_a_dead_crew_does_not_take_is_checked_all_the_same(
+    star: Star, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Dying(ThreadPoolExecutor):
+        taken = 0
+
+        def submit(self, *call: Any, **named: Any) -> Future[Any]:
+            self.taken += 1
+            if self.taken > 2:
+                raise BrokenProcessPool("a process has died")
+            return super().submit(*call, **named)
+
+    monkeypatch.setattr(scrub_module, "ThreadPoolExecutor", Dying)
+    seen: list[int] = []
+    assert not scrub(star.packs(), star.names, threads=2, progress=lambda n, _: seen.append(n))
+    assert seen[-1] == sum(int(t.entries.table["stored"].sum()) for t in star.tables())
 
 
 @pytest.mark.usefixtures("forking")
