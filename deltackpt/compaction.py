@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import os
@@ -10,13 +9,13 @@ import subprocess
 import threading
 import weakref
 from collections.abc import Callable
-from typing import IO, Any, Self
+from typing import Any, Self
 
 import msgspec
-from deltackpt_store.compact import CompactReport
 from deltackpt_store.compact_job import JobSettings, Told
+from deltackpt_store.compact_report import CompactReport
 from deltackpt_store.errors import DeltackptError, InvalidInputError, WriterError, from_wire, told
-from deltackpt_store.launch import error_file, start_compactions
+from deltackpt_store.launch import error_file, last_words, start_compactions
 
 from .events import CompactionFailed, StoreCompacted
 from .policy import by_name, is_count, is_number, shown_as_made
@@ -24,7 +23,6 @@ from .policy import by_name, is_count, is_number, shown_as_made
 _log = logging.getLogger("deltackpt")
 
 _END_SECONDS = 5.0
-_TAIL_BYTES = 2000
 
 
 @shown_as_made
@@ -159,7 +157,7 @@ class Compactions:
             code = self._process.wait()
             if not self._closed:
                 self._deliver(WriterError(
-                    f"the compacting process ended with code {code}: {_tail(words)}",
+                    f"the compacting process ended with code {code}: {last_words(words)}",
                     kind="compaction", hint="training goes on without compaction",
                 ))  # fmt: skip
         except Exception as error:  # also what nobody has thought of: it must not fail unseen
@@ -199,16 +197,6 @@ def _as_failure(error: Exception) -> DeltackptError:
         return error
     what = error if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
     return WriterError(f"cannot compact: {what}", kind="compaction")
-
-
-def _tail(words: IO[bytes] | None) -> str:
-    if words is None:
-        return ""
-    with contextlib.suppress(OSError, ValueError):
-        size = os.fstat(words.fileno()).st_size
-        data = os.pread(words.fileno(), _TAIL_BYTES, max(0, size - _TAIL_BYTES))
-        return data.decode("utf-8", "replace").strip()
-    return ""
 
 
 _living: weakref.WeakSet[Compactions] = weakref.WeakSet()

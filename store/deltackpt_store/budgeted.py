@@ -10,7 +10,8 @@ import numpy as np
 
 from deltackpt_store.check_log import CheckLog
 from deltackpt_store.pack_set import PackSet
-from deltackpt_store.scrub import BadRecord, Progress, scrub
+from deltackpt_store.scrub import Progress, scrub
+from deltackpt_store.scrub_check import BadRecord
 
 _BATCH_BYTES = 256 * 1024 * 1024
 _KEEP_SECONDS = 5.0

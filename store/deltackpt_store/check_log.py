@@ -18,7 +18,7 @@ import msgspec
 
 from deltackpt_store.fileio import FileIO, make_directories, read_file, replace_bytes
 from deltackpt_store.localfs import index_directory
-from deltackpt_store.manifest_io import digest_of
+from deltackpt_store.sealed import seal, unseal
 
 _MAGIC = b"DCKPTCK\x01"
 _NAME = "verified"
@@ -91,8 +91,7 @@ class CheckLog:
         if packs is not None:
             existing = frozenset(packs)
             self._checks = {p: c for p, c in self._checks.items() if p in existing}
-        body = _MAGIC + msgspec.msgpack.encode(_File(self._uuid, self._checks))
-        data = body + digest_of(body)
+        data = seal(_MAGIC, _File(self._uuid, self._checks))
         self.path = None
         for path in self._places:
             try:
@@ -107,12 +106,8 @@ class CheckLog:
     def _read(self) -> dict[str, Check]:
         found: dict[str, Check] = {}
         for path in self._places:
-            with contextlib.suppress(OSError, ValueError, RecursionError, msgspec.MsgspecError):
-                data = read_file(self._io, path, _MAX_BYTES)
-                body = data[:-32]
-                if digest_of(body) != data[-32:] or not body.startswith(_MAGIC):
-                    continue
-                file = msgspec.msgpack.decode(body[len(_MAGIC) :], type=_File)
+            with contextlib.suppress(OSError, ValueError):
+                file = unseal(read_file(self._io, path, _MAX_BYTES), _MAGIC, _File)
                 if file.store != self._uuid:
                     continue
                 for pack, check in file.checks.items():

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Protocol
 
 import numpy as np
 
 from deltackpt_store.errors import CorruptionError, UnsupportedFormatError
 from deltackpt_store.fetch import Request
-from deltackpt_store.index import Location, list_packs
+from deltackpt_store.index import list_packs
 from deltackpt_store.manifest import ID_BYTES
 from deltackpt_store.names import relative_pack_path
 from deltackpt_store.oserror import storage_error
+from deltackpt_store.pack import Location
 from deltackpt_store.pack_set import PackSet
 from deltackpt_store.quarantine import QUARANTINE
 from deltackpt_store.reader import ChunkReader
@@ -76,11 +77,11 @@ class Everywhere(PackSet):
 
 
 class Without(PackSet):
-    """The packs of a store save some that are to be set aside."""
+    """The packs of a store without some, which are about to go."""
 
-    def __init__(self, store: Store, without: frozenset[str]) -> None:
+    def __init__(self, store: Store, without: Collection[str]) -> None:
         super().__init__(store.io, store.path, store.uuid)
-        self._without = without
+        self._without = frozenset(without)
 
     def names(self) -> list[str]:
         return [name for name in super().names() if name not in self._without]

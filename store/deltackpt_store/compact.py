@@ -21,8 +21,7 @@ from __future__ import annotations
 
 import time
 
-from deltackpt_store.compact_report import CompactReport as CompactReport
-from deltackpt_store.compact_report import NewBase as NewBase
+from deltackpt_store.compact_report import CompactReport
 from deltackpt_store.compact_run import Compaction, Settings
 from deltackpt_store.compact_write import WORTH, Progress
 from deltackpt_store.errors import DeltackptError, InvalidInputError

@@ -14,7 +14,8 @@ import time
 
 import msgspec
 
-from deltackpt_store.compact import CompactReport, compact
+from deltackpt_store.compact import compact
+from deltackpt_store.compact_report import CompactReport
 from deltackpt_store.errors import ConflictError, DeltackptError, NotFoundError
 from deltackpt_store.protocol import wire_error
 from deltackpt_store.store import Store

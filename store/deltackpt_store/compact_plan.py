@@ -115,17 +115,14 @@ class Survey:
 
         What a record within the step needs must be stored without references itself.
         """
-        inside = np.zeros(self.catalogue.groups, np.bool_)
-        inside[step.groups[step.groups >= 0]] = True
-        return self._having(inside & self.plain)
+        return self._having(self.of_steps([step]) & self.plain)
 
     def lacking(self, step: StepGroups) -> Bools:
         """Of each group of the step whether it must be stored by itself for the step to be whole.
 
         A chunk that is coded against others of the step need not be, when these are or will be.
         """
-        inside = np.zeros(self.catalogue.groups, np.bool_)
-        inside[step.groups[step.groups >= 0]] = True
+        inside = self.of_steps([step])
         bound_outside = inside & ~self._having(inside)
         return inside & ~self._having(inside & (self.plain | bound_outside))
 
@@ -149,9 +146,7 @@ class Survey:
     def delta_share(self, step: StepGroups) -> float:
         """Stored bytes of the step's coded chunks by those of what they are coded against."""
         marking, catalogue = self.marking, self.catalogue
-        wanted = np.zeros(catalogue.groups, np.bool_)
-        wanted[step.groups[step.groups >= 0]] = True
-        rows = self.rows(wanted)
+        rows = self.rows(self.of_steps([step]))
         where, needs = marking.needs_of(rows)
         if not len(needs):
             return 0.0

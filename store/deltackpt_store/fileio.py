@@ -18,7 +18,7 @@ import fcntl
 import os
 import secrets
 import stat
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 
 from deltackpt_store import direct
 from deltackpt_store.descriptors import above_standard
@@ -78,7 +78,7 @@ class FileIO:
         while views:
             done = self._pwritev(handle, views[:_IOV_MAX], offset + total)
             if done <= 0:
-                raise OSError(5, f"write returned {done}")
+                raise OSError(errno.EIO, f"write returned {done}")
             total += done
             while views and done >= len(views[0]):
                 done -= len(views.pop(0))
@@ -308,7 +308,8 @@ def read_buffer(io: FileIO, path: str, limit: int) -> memoryview:
     try:
         size = io.size(handle)
         if size > limit:
-            raise OSError(27, f"file of {size} bytes is larger than the limit of {limit}", path)
+            why = f"file of {size} bytes is larger than the limit of {limit}"
+            raise OSError(errno.EFBIG, why, path)
         data = memoryview(bytearray(size))
         return data[: io.read_into(handle, [data], 0)].toreadonly()
     finally:
@@ -376,6 +377,13 @@ def publish_bytes(io: FileIO, path: str, data: Buffer | list[Buffer]) -> None:
     Raises ``FileExistsError`` when `path` exists; leaves no temporary file on any error.
     """
     buffers: Sequence[Buffer] = [data] if isinstance(data, (bytes, bytearray, memoryview)) else data
+    with _written(io, path, buffers) as temporary:
+        publish_file(io, temporary, path)
+
+
+@contextlib.contextmanager
+def _written(io: FileIO, path: str, buffers: Sequence[Buffer]) -> Generator[str]:
+    """A synced temporary file beside `path` that holds `buffers`; it goes again on any error."""
     directory, name = os.path.split(path)
     temporary = os.path.join(directory, temporary_name(name))
     handle = io.create(temporary)
@@ -385,7 +393,7 @@ def publish_bytes(io: FileIO, path: str, data: Buffer | list[Buffer]) -> None:
             io.sync(handle)
         finally:
             io.close(handle)
-        publish_file(io, temporary, path)
+        yield temporary
     except BaseException:
         discard(io, temporary)
         raise
@@ -427,20 +435,9 @@ def publish_file(io: FileIO, temporary: str, path: str) -> None:
 
 def replace_bytes(io: FileIO, path: str, data: Buffer) -> None:
     """Make `path` hold `data`, durable on return, whatever it held; leaves no temporary file."""
-    directory, name = os.path.split(path)
-    temporary = os.path.join(directory, temporary_name(name))
-    handle = io.create(temporary)
-    try:
-        try:
-            io.write(handle, [data], 0)
-            io.sync(handle)
-        finally:
-            io.close(handle)
+    with _written(io, path, [data]) as temporary:
         io.replace(temporary, path)
-    except BaseException:
-        discard(io, temporary)
-        raise
-    io.sync_directory(directory)
+    io.sync_directory(os.path.dirname(path))
 
 
 def temporary_name(name: str) -> str:

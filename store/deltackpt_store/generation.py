@@ -22,13 +22,12 @@ from deltackpt_store.errors import (
     UnsupportedFormatError,
 )
 from deltackpt_store.fileio import FileIO, publish_bytes, read_file
-from deltackpt_store.manifest_io import digest_of
 from deltackpt_store.names import check_number, is_name, is_pack_name, number_name, parse_number
 from deltackpt_store.oserror import DAMAGE, storage_error
 from deltackpt_store.reserve import with_reserve
+from deltackpt_store.sealed import is_newer, seal, unseal
 
-_MAGIC = b"DCKPTGN"
-_VERSION = 1
+_MAGIC = b"DCKPTGN\x01"
 _MAX_BYTES = 256 * 1024 * 1024
 _COPY = ".copy"
 
@@ -112,17 +111,14 @@ def _read(io: FileIO, path: str) -> bytes:
 
 
 def _decode(data: bytes, number: int, path: str) -> Generation:
-    body = data[:-32]
-    if digest_of(body) != data[-32:] or not body.startswith(_MAGIC):
-        raise _damaged(path, "its digest does not match its content")
-    if body[len(_MAGIC) : len(_MAGIC) + 1] != bytes([_VERSION]):
+    if is_newer(data, _MAGIC):
         raise UnsupportedFormatError(
             f"generation {path} has a format version that this package does not know",
             hint="upgrade deltackpt", path=path,
         )  # fmt: skip
     try:
-        generation = msgspec.msgpack.decode(body[len(_MAGIC) + 1 :], type=Generation)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        generation = unseal(data, _MAGIC, Generation)
+    except ValueError as error:
         raise _damaged(path, str(error)) from error
     names = [*map(is_pack_name, generation.packs), *map(is_name, generation.boundary)]
     names += map(is_name, generation.bases)
@@ -138,9 +134,8 @@ def publish_generation(io: FileIO, root: str, generation: Generation) -> None:
     On a full disk the reserve is given up for it.
     """
     check_number(generation.number, "gc")
-    body = _MAGIC + bytes([_VERSION]) + msgspec.msgpack.encode(generation)
     path = f"{root}/gc/{number_name(generation.number)}"
-    with_reserve(io, root, lambda: publish_bytes(io, path, body + digest_of(body)))
+    with_reserve(io, root, lambda: publish_bytes(io, path, seal(_MAGIC, generation)))
 
 
 def tidy_generations(io: FileIO, root: str, newest: int) -> None:

@@ -30,8 +30,6 @@ from deltackpt_store.pack import (
     read_footer,
 )
 
-__all__ = ["ChunkIndex", "Location", "MemoryIndex", "list_packs", "refresh"]
-
 _log = logging.getLogger("deltackpt.store.index")
 _SMALL = 32768
 _GROUP = 500_000

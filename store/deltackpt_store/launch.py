@@ -113,7 +113,7 @@ class WriterProcess:
             how = f"was killed by {_signal_name(-code)}"
         else:
             how = f"ended with exit code {code}"
-        tail = self._tail()
+        tail = last_words(self._stderr)
         if self._stderr is not None:
             self._stderr.close()
         return f"{how}; its last words: {tail}" if tail else how
@@ -123,15 +123,16 @@ class WriterProcess:
         if self._stderr is not None:
             self._stderr.close()
 
-    def _tail(self) -> str:
-        if self._stderr is None:
-            return ""
-        with contextlib.suppress(OSError, ValueError):
-            size = os.fstat(self._stderr.fileno()).st_size
-            start = max(0, size - _TAIL_BYTES)
-            data = os.pread(self._stderr.fileno(), _TAIL_BYTES, start)
-            return data.decode("utf-8", "replace").strip()
+
+def last_words(stderr: IO[bytes] | None) -> str:
+    """The end of what a process has written to its `error_file`."""
+    if stderr is None:
         return ""
+    with contextlib.suppress(OSError, ValueError):
+        size = os.fstat(stderr.fileno()).st_size
+        data = os.pread(stderr.fileno(), _TAIL_BYTES, max(0, size - _TAIL_BYTES))
+        return data.decode("utf-8", "replace").strip()
+    return ""
 
 
 def start_compactions(

@@ -25,14 +25,15 @@ from typing import NamedTuple
 
 import msgspec
 
-from deltackpt_store.errors import CorruptionError, NotFoundError
+from deltackpt_store.errors import CorruptionError
 from deltackpt_store.fileio import FileIO, publish_bytes, read_file, share_as_above
 from deltackpt_store.manifest import Commit
-from deltackpt_store.manifest_io import digest_of
-from deltackpt_store.names import RETIRED_SUFFIX, is_name, number_name, parse_number
+from deltackpt_store.names import is_name, number_name, parse_number
 from deltackpt_store.oserror import FULL, NO_LOCKS, storage_error
 from deltackpt_store.process_note import NOTE_BYTES, own_note, read_note
+from deltackpt_store.records import is_listed, retired
 from deltackpt_store.reserve import with_reserve
+from deltackpt_store.sealed import seal, unseal
 
 _log = logging.getLogger("deltackpt.store.gc")
 
@@ -146,8 +147,7 @@ class Lease(_LockedFile):
         def create() -> None:
             _make(self._io, self._root, ACKS)
             if claims:
-                body = _ACK_MAGIC + msgspec.msgpack.encode(claims)
-                publish_bytes(self._io, path, body + digest_of(body))
+                publish_bytes(self._io, path, seal(_ACK_MAGIC, claims))
             else:  # an empty file needs no space and is never half there
                 self._io.close(self._io.create(path))
 
@@ -188,19 +188,13 @@ def hold(io: FileIO, root: str, commit: Commit) -> Hold | None:
             return None
         raise storage_error(error, "hold the commit by", path) from error
     held = Hold(io, path, handle)
-    # After the hold: whoever retires it from now on sees the hold, and so does who collects.
-    record = f"{root}/runs/{commit.run}/{number_name(commit.number)}"
     try:
-        gone = io.exists(record + RETIRED_SUFFIX) or not io.exists(record)
-    except OSError as error:
+        # After the hold: whoever retires it from now on sees the hold, and so does who collects.
+        if not is_listed(io, root, commit.run, commit.number):
+            raise retired(commit, "restore another step")
+    except BaseException:
         held.release()
-        raise storage_error(error, "look for", record) from error
-    if gone:
-        held.release()
-        raise NotFoundError(
-            f"step {commit.step} of run {commit.run!r} was removed by retention",
-            kind="retired", hint="restore another step", run=commit.run, step=commit.step,
-        )  # fmt: skip
+        raise
     return held
 
 
@@ -214,16 +208,19 @@ def live_leases(io: FileIO, root: str) -> tuple[list[str], list[str]]:
 
 
 def held_commits(io: FileIO, root: str, *, clean: bool = False) -> set[Held]:
-    """Commits that are held now; `clean` removes the holds of the dead. OSError."""
+    """Commits that are held now; `clean` removes the holds of the dead. StorageError."""
     found: set[Held] = set()
-    for name in _names(io, f"{root}/{HOLDS}"):
-        parsed = _parse_hold(name)
-        path = f"{root}/{HOLDS}/{name}"
-        if is_locked(io, path):
-            if parsed is not None:
-                found.add(parsed)
-        elif clean:
-            _remove(io, path)
+    try:
+        for name in _names(io, f"{root}/{HOLDS}"):
+            parsed = _parse_hold(name)
+            path = f"{root}/{HOLDS}/{name}"
+            if is_locked(io, path):
+                if parsed is not None:
+                    found.add(parsed)
+            elif clean:
+                _remove(io, path)
+    except OSError as error:
+        raise storage_error(error, "read the holds of", root) from error
     return found
 
 
@@ -268,12 +265,9 @@ def read_ack(io: FileIO, root: str, generation: int, writer: str) -> Claims | No
         return None
     if not data:
         return NOTHING
-    body = data[:-32]
     try:
-        if digest_of(body) != data[-32:] or not body.startswith(_ACK_MAGIC):
-            raise ValueError("its digest does not match its content")
-        return msgspec.msgpack.decode(body[len(_ACK_MAGIC) :], type=Claims)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        return unseal(data, _ACK_MAGIC, Claims)
+    except ValueError as error:
         raise CorruptionError(
             f"acknowledgement {path} is damaged: {error}", kind="damaged-ack", path=path
         ) from error

@@ -21,6 +21,7 @@ Nothing here is needed to be durable; the file is synced only when it is sealed.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import logging
 import os
@@ -226,7 +227,7 @@ class Environment:
         deadline = time.monotonic() + WAIT_SECONDS
         while not _try_lock(handle, fcntl.LOCK_EX):
             if time.monotonic() > deadline:
-                raise OSError(11, f"another process holds {name}")
+                raise OSError(errno.EAGAIN, f"another process holds {name}")
             time.sleep(0.005)
         try:
             yield
@@ -307,7 +308,7 @@ def _write_out(path: str, size: int) -> None:
     handle = open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     try:
         if os.pwrite(handle, bytes(size), 0) != size:
-            raise OSError(28, "no space for the table of readers", path)
+            raise OSError(errno.ENOSPC, "no space for the table of readers", path)
     finally:
         os.close(handle)
 

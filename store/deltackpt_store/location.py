@@ -23,8 +23,8 @@ import msgspec
 from deltackpt_store.errors import StorageError
 from deltackpt_store.fileio import FileIO, is_link, make_directories, read_file, replace_bytes
 from deltackpt_store.localfs import filesystem_type, may_map
-from deltackpt_store.manifest_io import digest_of
 from deltackpt_store.oserror import FULL
+from deltackpt_store.sealed import seal, unseal
 
 _log = logging.getLogger("deltackpt.store")
 
@@ -82,9 +82,9 @@ def check_location(io: FileIO, root: str) -> None:
             "%s: %s does not work (%s): %s",
             root, primitive.name, primitive.detail, primitive.without,
         )  # fmt: skip
-    body = _MAGIC + msgspec.msgpack.encode(Remembered(place, [p.name for p in missing]))
+    remembered = Remembered(place, [primitive.name for primitive in missing])
     with contextlib.suppress(OSError):
-        replace_bytes(io, path, body + digest_of(body))
+        replace_bytes(io, path, seal(_MAGIC, remembered))
 
 
 def refuse(root: str, missing: list[Primitive]) -> None:
@@ -101,11 +101,8 @@ def refuse(root: str, missing: list[Primitive]) -> None:
 
 
 def _remembered(io: FileIO, path: str) -> bytes | None:
-    with contextlib.suppress(OSError, ValueError, RecursionError, msgspec.MsgspecError):
-        data = read_file(io, path, 64 * 1024)
-        body = data[:-32]
-        if digest_of(body) == data[-32:] and body.startswith(_MAGIC):
-            return msgspec.msgpack.decode(body[len(_MAGIC) :], type=Remembered).place
+    with contextlib.suppress(OSError, ValueError):
+        return unseal(read_file(io, path, 64 * 1024), _MAGIC, Remembered).place
     return None
 
 

@@ -14,7 +14,7 @@ from deltackpt_store.manifest import ID_BYTES, Ids
 from deltackpt_store.pack_set import PackSet, is_damage
 from deltackpt_store.read_run import UNIT_BYTES
 from deltackpt_store.reader import ChunkReader
-from deltackpt_store.scrub import BadRecord
+from deltackpt_store.scrub_check import BadRecord
 
 _BATCH_BYTES = 16 * UNIT_BYTES
 

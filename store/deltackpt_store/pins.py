@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 
 import msgspec
-from blake3 import blake3
 
 from deltackpt_store.errors import (
     ConflictError,
@@ -19,16 +18,17 @@ from deltackpt_store.errors import (
 )
 from deltackpt_store.fileio import publish_bytes
 from deltackpt_store.manifest import Commit
-from deltackpt_store.names import (
-    LATEST,
-    MAX_NUMBER,
-    RETIRED_SUFFIX,
-    check_name,
-    is_name,
-    number_name,
-)
+from deltackpt_store.names import LATEST, MAX_NUMBER, check_name, is_name
 from deltackpt_store.oserror import storage_error, sync_directory
-from deltackpt_store.records import Damaged, RecordFiles, some_of, unfindable
+from deltackpt_store.records import (
+    Damaged,
+    RecordFiles,
+    is_listed,
+    retired,
+    some_of,
+    unfindable,
+)
+from deltackpt_store.sealed import is_newer, seal, unseal
 
 _log = logging.getLogger("deltackpt.store")
 
@@ -77,26 +77,29 @@ class PinFiles(RecordFiles):
             found.damaged.append(Damaged(f"pins/{name}", error))
         return found
 
+    def all_pins(self) -> Pins:
+        """All pins. One that cannot be read might be of any commit: its error is raised."""
+        pins = self.pins()
+        for damaged in pins.damaged:
+            raise damaged.error
+        return pins
+
     def read_pin(self, name: str) -> Pin:
         """One pin, checked; NotFoundError, CorruptionError or UnsupportedFormatError."""
         check_name(name, "pin")
         relative = f"pins/{name}"
         data = self._read(relative, _MAX_PIN_BYTES, "pin")
-        body, check = data[:-32], data[-32:]
-        newer = body.startswith(_PIN_MAGIC[:-1]) and not body.startswith(_PIN_MAGIC)
-        if newer and blake3(body).digest() == check:
+        if is_newer(data, _PIN_MAGIC):
             raise UnsupportedFormatError(
                 f"pin {relative} has a newer format version",
                 hint="upgrade deltackpt",
                 path=relative,
             )
         try:
-            if blake3(body).digest() != check or not body.startswith(_PIN_MAGIC):
-                raise ValueError("its digest does not match its content")
-            pin = msgspec.msgpack.decode(body[len(_PIN_MAGIC) :], type=Pin)
+            pin = unseal(data, _PIN_MAGIC, Pin)
             if not is_name(pin.run) or not 0 <= pin.number < MAX_NUMBER or len(pin.digest) != 32:
                 raise ValueError("it names an impossible commit")
-        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        except ValueError as error:
             raise CorruptionError(
                 f"pin {relative} is damaged: {error}", kind="damaged-pin", path=relative
             ) from error
@@ -117,11 +120,10 @@ class PinFiles(RecordFiles):
                 hint="choose another name, which comes first: deltackpt pin STORE NAME STEP",
             )  # fmt: skip
         pin = Pin(commit.run, commit.number, commit.step, commit.digest)
-        body = _PIN_MAGIC + msgspec.msgpack.encode(pin)
         path = f"{self.path}/pins/{name}"
         try:
             self.io.list(f"{self.path}/pins")
-            publish_bytes(self.io, path, body + blake3(body).digest())
+            publish_bytes(self.io, path, seal(_PIN_MAGIC, pin))
         except FileExistsError:
             held = self.read_pin(name)
             if held != pin:
@@ -135,20 +137,9 @@ class PinFiles(RecordFiles):
         except OSError as error:
             raise storage_error(error, "write the pin", path) from error
         # After the pin: whoever retires the commit from now on sees it, and so does who collects.
-        record = f"{self.path}/runs/{commit.run}/{number_name(commit.number)}"
-        try:
-            gone = self.io.exists(record + RETIRED_SUFFIX) or not self.io.exists(record)
-        except OSError as error:
-            raise storage_error(error, "look for", record) from error
-        if gone:
+        if not is_listed(self.io, self.path, commit.run, commit.number):
             self.unpin(name)
-            raise NotFoundError(
-                f"step {commit.step} of run {commit.run!r} was removed by retention",
-                kind="retired",
-                hint="pin another step",
-                run=commit.run,
-                step=commit.step,
-            )
+            raise retired(commit, "pin another step")
 
     def unpin(self, name: str) -> None:
         """Forget a pin, durably; its commit stays until retention and collection take it."""

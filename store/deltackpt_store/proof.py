@@ -6,26 +6,15 @@ from collections.abc import Callable, Collection
 
 import numpy as np
 
+from deltackpt_store.chunk_sources import Without
 from deltackpt_store.errors import CorruptionError
 from deltackpt_store.fetch import Request
 from deltackpt_store.manifest import ID_BYTES
 from deltackpt_store.mark import Marking
-from deltackpt_store.pack_set import PackSet
 from deltackpt_store.reader import ChunkReader
 from deltackpt_store.store import Store
 
 _BATCH_BYTES = 32 * 1024 * 1024
-
-
-class _Staying(PackSet):
-    """The packs of a store without those that are about to go."""
-
-    def __init__(self, store: Store, doomed: Collection[str]) -> None:
-        super().__init__(store.io, store.path, store.uuid)
-        self._doomed = frozenset(doomed)
-
-    def names(self) -> list[str]:
-        return [name for name in super().names() if name not in self._doomed]
 
 
 def unreadable_after(
@@ -43,7 +32,7 @@ def unreadable_after(
     rows = marking.going_copies(doomed)
     if not len(rows):
         return set()
-    packs = _Staying(store, doomed)
+    packs = Without(store, doomed)
     packs.load_all()
     reader = ChunkReader(packs)
     # The ids of the very records that go: a catalogue takes for one chunk what begins alike.

@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 from deltackpt_store.errors import CorruptionError, DeltackptError, NotFoundError
 from deltackpt_store.fileio import FileIO, read_buffer
+from deltackpt_store.manifest import Commit
+from deltackpt_store.names import RETIRED_SUFFIX, number_name
 from deltackpt_store.oserror import DAMAGE, hint_for, storage_error
 
 
@@ -59,6 +61,23 @@ def unfindable(what: str, path: str, hint: str) -> CorruptionError:
     return CorruptionError(
         f"{what} {path} is listed and cannot be found",
         kind=f"damaged-{what}", path=path, hint=hint,
+    )  # fmt: skip
+
+
+def is_listed(io: FileIO, root: str, run: str, number: int) -> bool:
+    """Whether the commit's record is there and has no mark of retirement. StorageError."""
+    path = f"{root}/runs/{run}/{number_name(number)}"
+    try:
+        return not io.exists(path + RETIRED_SUFFIX) and io.exists(path)
+    except OSError as error:
+        raise storage_error(error, "look for the commit", path) from error
+
+
+def retired(commit: Commit, hint: str) -> NotFoundError:
+    """The error (kind ``retired``) for a commit that was found, and is no longer listed."""
+    return NotFoundError(
+        f"step {commit.step} of run {commit.run!r} was removed by retention",
+        kind="retired", hint=hint, run=commit.run, step=commit.step,
     )  # fmt: skip
 
 

@@ -67,20 +67,12 @@ from deltackpt_store.repair_lost import LostRepair
 from deltackpt_store.repair_packs import PackRepair
 from deltackpt_store.repair_records import Left, Mended, RecordRepair, mend_format
 from deltackpt_store.scrub import Progress
-from deltackpt_store.settling import (
-    ACK_SECONDS,
-    Wait,
-    check_newest,
-    patience,
-    settle,
-)
+from deltackpt_store.settling import ACK_SECONDS, Wait, check_newest, patience, settle
 from deltackpt_store.store import Store, absolute_path
 from deltackpt_store.store_locks import collection_lock
 from deltackpt_store.verify import Finding, verify
 
 _ROUNDS = 4
-
-__all__ = ["Left", "LostStep", "LostTensor", "Mended", "RepairReport", "repair"]
 
 
 class LostTensor(msgspec.Struct, frozen=True, kw_only=True):

@@ -27,7 +27,7 @@ from deltackpt_store.codecs import Encoded
 from deltackpt_store.errors import DeltackptError, UnsupportedFormatError
 from deltackpt_store.fetch import Fetcher, Task
 from deltackpt_store.manifest import ID_BYTES, Ids
-from deltackpt_store.pack import Location, decode_record
+from deltackpt_store.pack import Location, decode_record, pack_path
 from deltackpt_store.pack_set import is_damage
 from deltackpt_store.pack_writer import PackWriter
 from deltackpt_store.store import Store
@@ -215,7 +215,7 @@ class PackRepair:
         store = self._store
         name = f"{self.writer}-{self._sequence:08d}"
         return PackWriter(
-            store.io, Without(store, frozenset()).path(name), store.uuid, self.writer,
+            store.io, pack_path(store.path, name), store.uuid, self.writer,
             self._sequence,
         )  # fmt: skip
 

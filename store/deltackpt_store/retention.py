@@ -34,7 +34,7 @@ from deltackpt_store.manifest import Commit
 from deltackpt_store.names import RETIRED_SUFFIX, listed_numbers, number_name
 from deltackpt_store.oserror import FULL, storage_error, sync_directory
 from deltackpt_store.pack_set import PackSet
-from deltackpt_store.pins import Pins
+from deltackpt_store.records import is_listed
 from deltackpt_store.reserve import with_reserve
 from deltackpt_store.roots import Retired, Roots
 from deltackpt_store.store import Store
@@ -176,19 +176,13 @@ class Retention:
         """Numbers of the commits that are not retired, ascending; the newest one may be missing."""
         if self._unlisted:
             self._unlisted -= 1
-            return [number for number in self._known if self._is_listed(number)]
+            io, root = self._store.io, self._store.path
+            return [number for number in self._known if is_listed(io, root, self._run, number)]
         files = self._store.files(self._run)
         numbers = listed_numbers(files)
         if len(files) >= _FILES_A_COMMIT * len(numbers):
             self._unlisted = len(files) // _FILES_A_SAVE
         return numbers
-
-    def _is_listed(self, number: int) -> bool:
-        io, path = self._store.io, f"{self._store.path}/runs/{self._run}/{number_name(number)}"
-        try:
-            return io.exists(path) and not io.exists(path + RETIRED_SUFFIX)
-        except OSError as error:
-            raise storage_error(error, "look for the commit", path) from error
 
 
 def retire(store: Store, commits: Iterable[Commit | Retired]) -> None:
@@ -237,20 +231,13 @@ def _mark(io: FileIO, path: str) -> None:
 
 
 def _plan(
-    store: Store,
-    run: str,
-    keep: Keep,
-    commits: Sequence[Commit],
-    newest: Commit,
+    store: Store, run: str, keep: Keep, commits: Sequence[Commit], newest: Commit
 ) -> RetentionPlan:
     """`commits` are all of the run that are not retired, ascending; `newest` must stay."""
     lineage = [c for c in commits if c is newest or _continues(newest, c)]
     reasons = _reasons(keep, lineage)
-    pinned = {(pin.run, pin.number) for pin in check_pins(store).values()}
-    try:
-        held = {(run, number) for run, number in held_commits(store.io, store.path)}
-    except OSError as error:
-        raise storage_error(error, "read the holds of", store.path) from error
+    pinned = {(pin.run, pin.number) for pin in store.all_pins().values()}
+    held = held_commits(store.io, store.path)
     plan = RetentionPlan(run)
     for commit in commits:
         why = list(reasons.get(commit.number, ()))
@@ -324,14 +311,6 @@ def _seconds_between(commit: Commit, later: Commit) -> float:
 
 def _continues(newest: Commit, commit: Commit) -> bool:
     return any(first <= commit.number <= last for first, last in newest.ancestors)
-
-
-def check_pins(store: Store) -> Pins:
-    """All pins. A pin that cannot be read might be of any commit: CorruptionError."""
-    pins = store.pins()
-    for damaged in pins.damaged:
-        raise damaged.error
-    return pins
 
 
 def _newest_restorable(store: Store, commits: Commits, run: str) -> Commit:

@@ -55,18 +55,11 @@ def read_roots(store: Store) -> Roots:
     roots = Roots(runs=[])
     for run in store.runs():
         _read_run(store, run, roots)
-    pins = store.pins()
-    for damaged in pins.damaged:
-        raise damaged.error
-    for name, pin in pins.items():
+    for name, pin in store.all_pins().items():
         if (pin.run, pin.number) not in roots.commits:
             with contextlib.suppress(NotFoundError):  # the pin was removed in the meantime
                 roots.commits[pin.run, pin.number] = store.pinned(name)
-    try:
-        held = held_commits(store.io, store.path)
-    except OSError as error:
-        raise storage_error(error, "read the holds of", store.path) from error
-    for run, number in held:
+    for run, number in held_commits(store.io, store.path):
         if (run, number) not in roots.commits:
             try:
                 roots.commits[run, number] = store.read_commit(run, number)

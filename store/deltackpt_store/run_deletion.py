@@ -13,7 +13,7 @@ from deltackpt_store.errors import ConflictError, DeltackptError, InvalidInputEr
 from deltackpt_store.leases import held_commits
 from deltackpt_store.oserror import storage_error
 from deltackpt_store.records import some_of
-from deltackpt_store.retention import check_pins, retire
+from deltackpt_store.retention import retire
 from deltackpt_store.roots import Retired
 from deltackpt_store.runlock import RunLock
 from deltackpt_store.store import Store
@@ -60,7 +60,7 @@ def delete_run(store: Store, run: str, *, dry_run: bool = False) -> DeletionPlan
 
 
 def _plan(store: Store, run: str) -> DeletionPlan:
-    pinned = [name for name, pin in check_pins(store).items() if pin.run == run]
+    pinned = [name for name, pin in store.all_pins().items() if pin.run == run]
     if pinned:
         raise InvalidInputError(
             f"steps of run {run!r} are pinned, as {some_of(pinned)}: nothing is taken off its list",
@@ -69,10 +69,7 @@ def _plan(store: Store, run: str) -> DeletionPlan:
             " pinned",
             run=run,
         )
-    try:
-        held = held_commits(store.io, store.path)
-    except OSError as error:
-        raise storage_error(error, "read the holds of", store.path) from error
+    held = held_commits(store.io, store.path)
     if any(of_run == run for of_run, _ in held):
         raise ConflictError(
             f"a step of run {run!r} is being read, or trained from: nothing is taken off its list",

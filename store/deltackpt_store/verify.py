@@ -28,7 +28,8 @@ from deltackpt_store.lost_commits import LOST, lost_commits, read_boundary
 from deltackpt_store.manifest import Commit, Ids
 from deltackpt_store.names import is_digest_name, parse_number, relative_pack_path
 from deltackpt_store.pack_set import PackSet, is_damage, is_gone
-from deltackpt_store.scrub import BadRecord, Progress, scrub
+from deltackpt_store.scrub import Progress, scrub
+from deltackpt_store.scrub_check import BadRecord
 from deltackpt_store.store import Store
 
 _ORPHAN = "no listed or pinned step names it"

@@ -28,7 +28,8 @@ from authors import (
 from coded import Blob, rounded_blob, write_pack
 from deltackpt_store import codecs, compact_plan, compact_run, compact_write, pack_output, proof
 from deltackpt_store.client import WriterClient
-from deltackpt_store.compact import CompactReport, compact
+from deltackpt_store.compact import compact
+from deltackpt_store.compact_report import CompactReport
 from deltackpt_store.errors import (
     ConflictError,
     CorruptionError,

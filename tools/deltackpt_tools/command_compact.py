@@ -6,7 +6,8 @@ import time
 from typing import Any
 
 import click
-from deltackpt_store.compact import MIN_LIVE_SHARE, CompactReport, compact
+from deltackpt_store.compact import MIN_LIVE_SHARE, compact
+from deltackpt_store.compact_report import CompactReport
 from deltackpt_store.errors import ConflictError, StorageError
 from deltackpt_store.settling import ACK_SECONDS
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import click
-from deltackpt_store.gc import ACK_SECONDS, GcReport, collect
+from deltackpt_store.gc import GcReport, collect
+from deltackpt_store.settling import ACK_SECONDS
 
 from deltackpt_tools.output import (
     counted,
