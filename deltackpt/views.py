@@ -17,7 +17,7 @@ def rebuild(view: TensorView, memory: Tensor) -> Tensor:
     `memory` is the extent's bytes: flat contiguous uint8, any device, at a storage offset that is
     a multiple of 16. Views of one extent built on one `memory` share its storage, as they did when
     saved. The result is a plain tensor that requires no grad; see :func:`dress`.
-    Raises `CorruptionError` when the view reaches outside `memory`, `UnsupportedFormatError` for a
+    Raises `CorruptionError` when the view does not fit `memory`, `UnsupportedFormatError` for a
     dtype this torch does not have.
     """
     dtype = dtype_from_name(view.dtype)
@@ -35,8 +35,8 @@ def rebuild(view: TensorView, memory: Tensor) -> Tensor:
         or at % size
     ):
         raise CorruptionError(
-            f"tensor view of {list(view.shape)} {view.dtype} reaches outside its {memory.numel()} "
-            "bytes",
+            f"tensor view of {list(view.shape)} {view.dtype} at {view.offset} does not fit its "
+            f"{memory.numel()} bytes",
             kind="view",
             slot=view.slot,
         )

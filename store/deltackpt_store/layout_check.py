@@ -1,7 +1,7 @@
 """Proof that a layout read from a store is consistent, before anything relies on it.
 
-After :func:`check_layout`, no tensor view reaches outside its extent, every extent is viewed (and
-so enters the root), every slot is exactly one leaf, and every size fits in 63 bits.
+After :func:`check_layout`, every tensor view is aligned and inside its extent, every extent is
+viewed (and so enters the root), every slot is exactly one leaf, and every size fits in 63 bits.
 :func:`check_structure` bounds the depth of the tree. Both raise CorruptionError naming the file.
 """
 
@@ -89,12 +89,12 @@ def check_layout(layout: Layout, name: str) -> None:
         if width is None:
             width = widths[view.dtype] = element_bytes(view.dtype)
         if not _fits(view, layout.extents[view.extent], width):
-            raise _bad(f"tensor {layout.paths[view.slot]!r} reaches outside its bytes", name)
+            raise _bad(f"tensor {layout.paths[view.slot]!r} does not fit its bytes", name)
 
 
 def _fits(view: TensorView, extent: ExtentSpec, width: int) -> bool:
     shape, stride, offset = view.shape, view.stride, view.offset
-    if len(shape) != len(stride) or len(shape) > MAX_DIMENSIONS or offset < 0:
+    if len(shape) != len(stride) or len(shape) > MAX_DIMENSIONS or offset < 0 or offset % width:
         return False
     elements, last = 1, 0
     for size, step in zip(shape, stride, strict=True):

@@ -377,6 +377,8 @@ def decode_commit(data: bytes, *, name: str = "commit") -> Commit:
         raise _bad("a run has an impossible name", "commit", name)
     if not 0 <= commit.number < MAX_NUMBER or (commit.parent and commit.parent[1] < 0):
         raise _bad("a commit number is out of range", "commit", name)
+    if not 0 <= commit.step < 1 << 63:
+        raise _bad("its step is out of range", "commit", name)
     if commit.parent and commit.parent[0] == commit.run and commit.parent[1] >= commit.number:
         raise _bad("it continues itself or a later commit", "commit", name)
     edges = [-1, *chain.from_iterable((first, last + 1) for first, last in commit.ancestors)]

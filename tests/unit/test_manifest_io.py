@@ -248,6 +248,7 @@ SIZE = (40 * CHUNK - 4) // 4
         {"shape": (SIZE + 1,)},
         {"offset": 4},
         {"offset": -4},
+        {"offset": 2, "shape": (4,)},
         {"stride": (2,)},
         {"stride": (-1,)},
         {"shape": (-1,)},
@@ -561,6 +562,8 @@ def test_every_flipped_bit_of_a_commit_is_noticed() -> None:
         {"run": ""},
         {"number": -1},
         {"number": 10**18},
+        {"step": -1},
+        {"step": 1 << 63},
         {"ancestors": ((5, 4),)},
         {"ancestors": ((1, 3), (3, 6))},
         {"ancestors": ((1, 7),)},
@@ -569,7 +572,7 @@ def test_every_flipped_bit_of_a_commit_is_noticed() -> None:
     ids=str,
 )
 def test_commits_with_impossible_fields(fields: dict[str, Any]) -> None:
-    """Names and numbers from a record become paths; only well-formed ones may."""
+    """Names and numbers from a record become paths, its step a name; only well-formed ones may."""
     with pytest.raises(CorruptionError):
         mi.decode_commit(mi.encode_commit(commit(**fields)))
 
