@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
@@ -32,7 +32,7 @@ from .keys import KeyMap, of_module, pair_keys, renaming_hint, wrapping_hint
 from .nodes import ask, kind_of, state_of
 from .paths import segments
 from .reading import Step, shown
-from .targets import Leaf, Mismatch, Report, compare, slots_of, spelled_in_full
+from .targets import Leaf, Mismatch, Report, Target, compare, slots_of, spelled_in_full
 from .undo import Attributes, alike, private_copy
 from .undo import undo as take_back
 from .values import dtype_name
@@ -54,7 +54,7 @@ def flat_state(module: nn.Module, path: str) -> dict[str, Any] | None:
     return None
 
 
-class ModuleTarget:
+class ModuleTarget(Target):
     """One module; `state` is its :func:`flat_state`.
 
     `strict`: buffers of another shape are left to code of their module, which must take all that it
@@ -181,9 +181,6 @@ class ModuleTarget:
                 view = step.views.get(slot)
                 if view is not None and first.setdefault(view.extent, source) != source:
                     self._shared.update((source, first[view.extent]))
-
-    def slots(self) -> Iterable[int]:
-        return self._slots
 
     def goals(self) -> Mapping[int, torch.Tensor]:
         return self._goals

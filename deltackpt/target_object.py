@@ -6,21 +6,21 @@ The object gets a private copy of the saved state, with exact container and key 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from .nodes import kind_of
 from .reading import Step
-from .targets import Mismatch, Report, is_a, slots_of
+from .targets import Mismatch, Report, Target, is_a, slots_of
 from .undo import Attributes, private_copy
 from .undo import undo as take_back
 
 _log = logging.getLogger("deltackpt.restore")
 
 
-class ObjectTarget:
+class ObjectTarget(Target):
     """One stateful object that is neither a plain module nor an optimizer."""
 
     keeps = True
@@ -60,18 +60,6 @@ class ObjectTarget:
         report.mismatched.append(Mismatch(self.path, f"parameters {there}", f"parameters {here}"))
         report.hint("build the optimizer over the same named parameters, in the same order")
         return False
-
-    def slots(self) -> Iterable[int]:
-        return self._slots
-
-    def goals(self) -> Mapping[int, torch.Tensor]:
-        return {}
-
-    def leave(self, slot: int) -> None:
-        pass
-
-    def inspect(self, state: Any, report: Report) -> None:
-        pass
 
     def apply(self, state: Any, *, undo: bool) -> None:
         if not self._wanted:

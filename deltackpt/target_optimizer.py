@@ -23,7 +23,7 @@ from .params import align, parameters_of
 from .paths import segment
 from .reading import Step
 from .target_plain import items_of, refilled
-from .targets import Leaf, Mismatch, Report, is_a, slots_of
+from .targets import Leaf, Mismatch, Report, Target, is_a, slots_of
 from .undo import private_copy
 from .views import shape_of
 
@@ -39,7 +39,7 @@ def has_groups(optimizer: Optimizer) -> bool:
     return is_a(state, dict) and {"state", "param_groups"} <= state.keys()
 
 
-class OptimizerTarget:
+class OptimizerTarget(Target):
     """One optimizer. `recorded` and `present` name its parameters in the step and here."""
 
     keeps = True
@@ -159,18 +159,6 @@ class OptimizerTarget:
         """(index in the aligned state_dict, live parameter)."""
         indices = [index for group in aligned["param_groups"] for index in group["params"]]
         return list(zip(indices, parameters_of(self._optimizer), strict=True))
-
-    def slots(self) -> Iterable[int]:
-        return self._slots
-
-    def goals(self) -> Mapping[int, torch.Tensor]:
-        return {}
-
-    def leave(self, slot: int) -> None:
-        pass
-
-    def inspect(self, state: Any, report: Report) -> None:
-        pass
 
     # doing ---------------------------------------------------------------------------------
 

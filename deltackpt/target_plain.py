@@ -33,6 +33,7 @@ from .targets import (
     Leaf,
     Parts,
     Report,
+    Target,
     compare,
     is_a,
     is_stateful,
@@ -81,7 +82,7 @@ def refilled(container: Any, items: Mapping[Any, Any]) -> Any:
     return kind(*values) if hasattr(container, "_fields") else kind(values)
 
 
-class PlainTarget:
+class PlainTarget(Target):
     """The plain values of one top-level entry.
 
     `result` is what belongs at the entry after a restore: the very value that was there when it
@@ -203,9 +204,6 @@ class PlainTarget:
             report.removed.append(path)
         for key, place in places_of(value, path).items():
             self._gone((items_of(value) or {})[key], place, report)
-
-    def slots(self) -> Iterable[int]:
-        return self._slots
 
     def goals(self) -> Mapping[int, torch.Tensor]:
         return self._goals

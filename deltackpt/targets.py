@@ -6,7 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from deltackpt_store.errors import InvalidInputError, MismatchError
@@ -213,7 +213,7 @@ def _listed(what: str, names: list[str]) -> list[str]:
 # partners ---------------------------------------------------------------------------------------
 
 
-class Target(Protocol):
+class Target:
     """One live object of the state and what the step holds for it.
 
     `keeps`: the object goes on using the tensors it is given, so they must be its own; otherwise
@@ -224,27 +224,26 @@ class Target(Protocol):
     keys: tuple[Any, ...]
     keeps: bool
     trusted: bool
+    _slots: list[int]
 
     def slots(self) -> Iterable[int]:
         """What it wants of the step; nothing when the step is not to be applied to it."""
-        ...
+        return self._slots
 
     def goals(self) -> Mapping[int, torch.Tensor]:
         """Slots that are copied into a live tensor (which may overlap itself and others)."""
-        ...
+        return {}
 
     def leave(self, slot: int) -> None:
         """Do not restore one of the :meth:`goals` after all; asked before :meth:`inspect`."""
-        ...
 
     def inspect(self, state: Any, report: Report) -> None:
         """Before anything is changed: find in the rebuilt state what an outline cannot tell."""
-        ...
 
     def apply(self, state: Any, *, undo: bool) -> None:
         """Put the rebuilt state into the object; with `undo`, so that :meth:`rollback` works."""
-        ...
+        raise NotImplementedError
 
     def rollback(self) -> None:
         """Undo an :meth:`apply`, also one that raised half-way."""
-        ...
+        raise NotImplementedError

@@ -10,7 +10,6 @@ from typing import Any, cast
 import msgspec
 import numpy as np
 from deltackpt_store import codecs
-from deltackpt_store.index import Location
 from deltackpt_store.manifest import (
     Commit,
     ExtentSpec,
@@ -18,6 +17,7 @@ from deltackpt_store.manifest import (
     Snapshot,
     TensorView,
 )
+from deltackpt_store.pack import Location
 from deltackpt_store.pack_set import is_gone
 from deltackpt_store.store import Store
 

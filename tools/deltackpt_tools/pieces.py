@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from deltackpt_store import codecs
 from deltackpt_store.errors import DeltackptError, InvalidInputError, NotFoundError
-from deltackpt_store.index import Location
 from deltackpt_store.merkle import tensor_digest
+from deltackpt_store.pack import Location
 from deltackpt_store.store import Store
 
 from deltackpt_tools.arguments import check_text

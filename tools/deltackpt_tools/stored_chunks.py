@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from deltackpt_store.index import Location
 from deltackpt_store.manifest import ID_BYTES
 from deltackpt_store.names import relative_pack_path
+from deltackpt_store.pack import Location
 from deltackpt_store.pack_set import PackSet
 from deltackpt_store.store import Store
 from numpy.typing import NDArray
