@@ -235,6 +235,7 @@ def decode(data: Buffer, *, name: str = "manifest", views: bool = False) -> Mani
         chunks=_counted(wire.chunks, lists.chunks, MAX_LEAVES, "chunks", name),
         patches=_counted(wire.patches, lists.patches, MAX_LEAVES, "patches", name),
     )
+    _check_lists(manifest, name)
     if len(manifest.root) != _DIGEST or (manifest.base and len(manifest.base) != _DIGEST):
         raise _bad("a digest has the wrong length", "manifest", name)
     for pack in manifest.packs:
@@ -247,6 +248,18 @@ def decode(data: Buffer, *, name: str = "manifest", views: bool = False) -> Mani
     if manifest.base is None and (manifest.patches or manifest.environment is None):
         raise _bad("a base must hold everything itself", "manifest", name)
     return manifest
+
+
+def _check_lists(manifest: Manifest, name: str) -> None:
+    """Lists hold whole ids, and patches one for each position."""
+    for ids in manifest.chunks.values():
+        if len(ids) % ID_BYTES:
+            raise _bad("a list of chunk ids is cut short", "manifest", name)
+    for positions, ids in manifest.patches.values():
+        if not positions or len(positions) % _POSITION.itemsize or len(ids) % ID_BYTES:
+            raise _bad("a patch is cut short", "manifest", name)
+        if len(positions) // _POSITION.itemsize != len(ids) // ID_BYTES:
+            raise _bad("the positions of a patch do not fit its chunks", "manifest", name)
 
 
 def _decode_layout(raw: msgspec.Raw, name: str) -> Layout:
@@ -272,7 +285,7 @@ def resolve(manifest: Manifest, base: Snapshot | None = None, *, digest: bytes |
         layout = manifest.layout
         check_layout(layout, name)
         objects, inline = manifest.objects, manifest.inline
-        chunks = {extent: _ids(data, name) for extent, data in manifest.chunks.items()}
+        chunks = {extent: _ids(data) for extent, data in manifest.chunks.items()}
         packs = manifest.packs
         environment = manifest.environment or b"\x80"
         _check_whole(layout, objects, inline, chunks, name)
@@ -284,7 +297,7 @@ def resolve(manifest: Manifest, base: Snapshot | None = None, *, digest: bytes |
         inline = {**base.inline, **manifest.inline}
         chunks = {**base.chunks}
         for extent, data in manifest.chunks.items():
-            chunks[extent] = _ids(data, name)
+            chunks[extent] = _ids(data)
         for extent, (positions, ids) in manifest.patches.items():
             if extent not in base.chunks or extent in manifest.chunks:
                 raise _bad(f"extent {extent} cannot be patched", "manifest", name)
@@ -323,22 +336,17 @@ def _check_whole(
         raise _bad("it holds extents that the layout does not know", "manifest", name)
 
 
-def _ids(data: bytes, name: str) -> Ids:
-    if len(data) % ID_BYTES:
-        raise _bad("a list of chunk ids is cut short", "manifest", name)
+def _ids(data: bytes) -> Ids:
     return np.frombuffer(data, np.uint8).reshape(-1, ID_BYTES)
 
 
 def _patched(old: Ids, positions: bytes, ids: bytes, name: str) -> Ids:
-    if len(positions) % _POSITION.itemsize or not positions:
-        raise _bad("a patch is cut short", "manifest", name)
     rows = np.frombuffer(positions, _POSITION)
-    values = _ids(ids, name)
     ascending = bool((rows[1:] > rows[:-1]).all())
-    if len(values) != len(rows) or not ascending or int(rows[-1]) >= len(old):
+    if not ascending or int(rows[-1]) >= len(old):
         raise _bad("a patch does not fit its extent", "manifest", name)
     new = old.copy()
-    new[rows] = values
+    new[rows] = _ids(ids)
     new.flags.writeable = False
     return new
 

@@ -293,7 +293,7 @@ def _mark_base(store: Store, base: bytes, users: Iterable[bytes], marking: Marki
     first = dict(zip(extents, np.cumsum([0, *lengths]).tolist(), strict=False))
     groups = np.empty(sum(lengths), np.int32)
     done = 0
-    for found in _find(catalogue, whole.chunks.values(), base):
+    for found in _find(catalogue, whole.chunks.values()):
         groups[done : done + len(found)] = found
         done += len(found)
     del whole
@@ -314,12 +314,12 @@ def _mark_base(store: Store, base: bytes, users: Iterable[bytes], marking: Marki
             else:
                 positions, ids = delta.patches[extent]
                 rows = np.frombuffer(positions, "<u4")
-                if len(rows) and int(rows.max()) >= length:
+                if int(rows.max()) >= length:
                     raise damaged_manifest(digest, "has a patch that does not fit its extent")
                 mine[start + rows.astype(np.int64)] = False
                 parts.append(ids)
         used |= mine
-        for found in _find(catalogue, parts, digest):
+        for found in _find(catalogue, parts):
             marking.reach(_known(found, digest))
     for at in range(0, len(groups), _BLOCK):
         part = groups[at : at + _BLOCK][used[at : at + _BLOCK]]
@@ -337,13 +337,11 @@ def _spans(
     return [(extent, first[extent], size[extent]) for extent in changed]
 
 
-def _find(catalogue: Catalogue, lists: Iterable[Buffer], digest: bytes) -> Iterator[Ints]:
+def _find(catalogue: Catalogue, lists: Iterable[Buffer]) -> Iterator[Ints]:
     """Groups of the chunk ids in `lists`, in their order, a bounded number at a time."""
     small: list[Buffer] = []
     size = 0
     for ids in chain(lists, [b""]):
-        if len(ids) % ID_BYTES:
-            raise damaged_manifest(digest, "has a list of chunk ids that is cut short")
         small.append(ids)
         size += len(ids)
         if size >= _BLOCK * ID_BYTES or not ids:

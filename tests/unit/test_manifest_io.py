@@ -378,6 +378,29 @@ def test_deltas_that_do_not_fit_their_base(fields: dict[str, Any], match: str) -
            else replaced(delta, **fields), base, match)  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"chunks": {0: bytes(33)}},
+        {"patches": {0: (b"", b"")}},
+        {"patches": {0: (bytes(5), bytes(32))}},
+        {"patches": {0: (bytes(4), bytes(31))}},
+        {"patches": {0: (bytes(4), bytes(64))}},
+        {"patches": {0: (bytes(6), bytes(32)), 1: (bytes(2), bytes(32))}},
+    ],
+    ids=range(6),
+)
+def test_lists_that_are_cut_short_are_told_when_a_manifest_is_decoded(
+    fields: dict[str, Any],
+) -> None:
+    """Collection, compaction and `du` read these lists without resolving a snapshot."""
+    base = base_of(snapshot())
+    delta = mi.to_delta(base.digest or b"", base, changed(base, (0, 1)), PACKS)
+    assert delta is not None
+    with pytest.raises(CorruptionError, match=r"cut short|do not fit"):
+        mi.decode(mi.encode(replaced(delta, **fields)))
+
+
 def test_delta_on_another_base() -> None:
     """A delta applied to the base of another run would mix two models."""  # case 105
     base, other = base_of(snapshot()), base_of(snapshot(chunks=40, objects={4: b"\x09"}))
