@@ -67,30 +67,30 @@ class Checkpointer:
 
     **What `save` promises.** It returns as soon as the state is captured. The saved values are
     those of the moment of the call. What an optimizer owns is read during the next forward and
-    backward pass and is locked until then: the optimizer's `step` waits for it by itself (a global
-    pre-hook), everything else that modifies parameters in place calls :meth:`lock` first.
-    A tensor that was modified all the same makes the save fail with `CorruptionError` (kind
-    "torn") naming it, as far as PyTorch's version counters and the bytes show it;
-    nothing mixed is ever committed then. The next :meth:`step` makes up for it: it saves, whether
-    due or not, and so does :meth:`close` with `final`. From then on such tensors are copied before
-    `save` returns, as everything is that the optimizer does not own, but for frozen parameters
-    that show no sign of having changed.
-    As long as no optimizer step and no :meth:`lock` has been seen, and with ``overlap=False``,
-    `save` returns only once nothing needs to be locked any more.
+    backward pass and is locked until then: the optimizer's `step` waits for that automatically (a
+    global pre-hook); all other code that modifies parameters in place must call :meth:`lock` first.
+    If a tensor was modified nevertheless, the save fails with `CorruptionError` (kind "torn") naming
+    it, as far as PyTorch's version counters and the bytes show the change; nothing mixed is
+    committed then. The next :meth:`step` makes up for it: it saves, whether due or not, and so does
+    :meth:`close` with `final`. From then on such tensors are copied before `save` returns, as is
+    everything that the optimizer does not own, except frozen parameters that show no sign of having
+    changed.
+    Until an optimizer step or a :meth:`lock` has been seen, and with ``overlap=False``, `save`
+    returns only once nothing needs to be locked any more.
 
     **What is durable.** A step exists, and survives a loss of power, once the `result` of its
-    handle, :meth:`wait` or :meth:`close` has returned, or observers are told `Committed`. With a
+    handle, :meth:`wait` or :meth:`close` has returned, or observers get `Committed`. With a
     writer process, a trainer that is killed loses no save that is staged and handed over.
 
     **Objects of your own** are asked for their `state_dict` inside of `save`. A data loader's must
-    say what the loop has taken from it, not what its workers have prefetched, and taking one batch
-    and completing the step belong together: then a resumed run sees each sample once.
+    say what the loop has taken from it, not what its workers have prefetched. Save after complete
+    steps, not between taking a batch and using it: then a resumed run sees each sample once.
 
-    **Errors.** A save that fails in the background is raised once: by the next :meth:`save`,
-    :meth:`step`, :meth:`wait` or :meth:`close`, or by the `result` of its own handle; that of a
-    torn one not by `step` and `save`, which make up for it. Earlier steps stay restorable and the
-    failed step can be saved again. With ``on_error="warn"``,
-    :meth:`step` logs failures and never raises them.
+    **Errors.** The error of a save that fails in the background is raised once: by the next
+    :meth:`save`, :meth:`step`, :meth:`wait` or :meth:`close`, or by the `result` of its own handle.
+    That of a torn save is not raised by `step` and `save`, which make up for it. Earlier steps stay
+    restorable and the failed step can be saved again. With ``on_error="warn"``, :meth:`step` logs
+    failures and never raises them.
 
     **Threads.** One thread at a time calls `save`, `step`, `restore` and `close`: the training
     thread, or another one while that waits. A save while another thread is inside of the step of an

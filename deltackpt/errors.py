@@ -1,4 +1,4 @@
-"""The errors of the project: by what the one who catches them would do. See `deltackpt_store`."""
+"""The errors of the project, by what a caller would do about them. See `deltackpt_store`."""
 
 from deltackpt_store.errors import (
     ConflictError,

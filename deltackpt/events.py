@@ -116,7 +116,7 @@ Event = (
 
 @runtime_checkable
 class Observer(Protocol):
-    """Whoever wants to know. Called on several threads, returns quickly, cannot save or wait."""
+    """Receives events. Called on several threads; must return quickly, and cannot save or wait."""
 
     def on_event(self, event: Event, /) -> None: ...
 

@@ -70,7 +70,7 @@ class UnsupportedFormatError(DeltackptError, ValueError):
 
 
 class StorageError(DeltackptError, OSError):
-    """The file system said no (full, read-only, I/O error): mend it and save again.
+    """The file system refused (full, read-only, I/O error): fix the cause and save again.
 
     ``errno`` is that of the operating system where there was one.
     """
@@ -85,7 +85,7 @@ class StorageError(DeltackptError, OSError):
 
 
 class ConflictError(DeltackptError, RuntimeError):
-    """Somebody else holds or already made this (run, step, commit number): choose."""
+    """The run, step or commit number is held by somebody else, or exists already: use another."""
 
     default_kind = "conflict"
 
