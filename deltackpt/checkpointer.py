@@ -69,8 +69,8 @@ class Checkpointer:
     those of the moment of the call. What an optimizer owns is read during the next forward and
     backward pass and is locked until then: the optimizer's `step` waits for that automatically (a
     global pre-hook); all other code that modifies parameters in place must call :meth:`lock` first.
-    If a tensor was modified nevertheless, the save fails with `CorruptionError` (kind "torn") naming
-    it, as far as PyTorch's version counters and the bytes show the change; nothing mixed is
+    If a tensor was modified nevertheless, the save fails with `CorruptionError` (kind "torn")
+    naming it, as far as PyTorch's version counters and the bytes show the change; nothing mixed is
     committed then. The next :meth:`step` makes up for it: it saves, whether due or not, and so does
     :meth:`close` with `final`. From then on such tensors are copied before `save` returns, as is
     everything that the optimizer does not own, except frozen parameters that show no sign of having
