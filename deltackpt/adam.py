@@ -1,4 +1,4 @@
-"""What the writer is told of Adam and AdamW states, so that it can predict them from step to step.
+"""What the writer learns of Adam and AdamW states, so that it can predict them from step to step.
 
 Found by the names that torch gives (``state/<i>/exp_avg``, ``param_groups/<g>/betas``, ...), so any
 optimizer whose state_dict has them counts; the weight is the parameter itself where it is float32,

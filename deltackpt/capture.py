@@ -276,7 +276,7 @@ def _find_again(
 
 
 def _find(whole: dict[Any, Any], chunk_bytes: int, live: LivePredicate | None) -> _Found:
-    """Walk, refuse what cannot be saved, and plan anew."""
+    """Walk, refuse what cannot be saved, and make a new plan."""
     walker = Walker()
     leaves = walker.leaves
     known: dict[str, list[str | None]] = {}

@@ -99,8 +99,8 @@ def held_candidates(
 ) -> Iterator[Held]:
     """As :func:`candidates`, each held until the next one is asked for.
 
-    Those that retention takes meanwhile are passed over; when there were some, the run is listed
-    anew after the last.
+    Steps that retention takes in the meantime are passed over; if there were any, the run is listed
+    again after the last one.
     """
     tried: set[tuple[str, int]] = set()
     for _ in range(_LISTINGS):

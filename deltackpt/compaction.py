@@ -85,7 +85,7 @@ def check_compact(value: Any) -> Compact | None:
 class Compactions:
     """The compacting process of one checkpointer.
 
-    A thread of its own starts the process, waits for what it tells, and hands each outcome to the
+    A thread starts the process, waits for its reports, and hands each outcome to the
     observers. When the process itself ends, that is told too, once, and training goes on without.
     """
 
@@ -109,7 +109,7 @@ class Compactions:
         self._begun = self._closed = False
 
     def start(self) -> None:
-        """Begin, at the first call. Returns at once; that it cannot begin is told, too."""
+        """Begin, at the first call. Returns at once; a failure to begin is reported like others."""
         if self._begun or self._closed:
             return
         self._begun = True
@@ -117,7 +117,7 @@ class Compactions:
         thread = threading.Thread(target=self._watch, name="deltackpt-compactions", daemon=True)
         try:
             thread.start()
-        except RuntimeError as error:  # the system gives no more
+        except RuntimeError as error:  # the system allows no more threads
             self._deliver(WriterError(
                 f"no thread can be started for compaction: {error}", kind="no-thread",
                 hint="raise the limit on threads or processes (ulimit -u)",
@@ -151,7 +151,7 @@ class Compactions:
                     return
                 settings = msgspec.json.encode(self._settings).decode()
                 self._process = start_compactions(self._store, settings, words)
-                if self._closed:  # meanwhile, by a finalizer
+                if self._closed:  # in the meantime, by a finalizer
                     self._process.kill()
             self._listen(self._process)
             code = self._process.wait()
@@ -192,7 +192,7 @@ class Compactions:
 
 
 def _as_failure(error: Exception) -> DeltackptError:
-    """What is told of an error in the thread itself."""
+    """What is reported of an error in the thread itself."""
     if isinstance(error, DeltackptError):
         return error
     what = error if isinstance(error, OSError) else f"{type(error).__name__}: {error}"

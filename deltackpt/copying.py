@@ -126,7 +126,7 @@ def _copy_memory(target: torch.Tensor, source: torch.Tensor) -> bool:
         return False
     memory: Any = here.numpy()
     memory[:] = there.numpy()
-    here[:0].zero_()  # tells autograd that the tensor has changed
+    here[:0].zero_()  # so that autograd knows that the tensor has changed
     return True
 
 

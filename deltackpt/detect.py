@@ -181,7 +181,7 @@ class Workers:
             thread = threading.Thread(target=self._serve, name="deltackpt-hash", daemon=True)
             try:
                 thread.start()
-            except RuntimeError:  # the system gives no more: it goes without
+            except RuntimeError:  # the system allows no more threads: go on with fewer
                 helpers = len(self._started)
                 break
             self._started.append(thread)

@@ -1,4 +1,4 @@
-"""What a checkpointer tells the outside: typed events for observers.
+"""Typed events for observers of a checkpointer.
 
 An observer is any object with an ``on_event(event)`` method. The events of one save come in order;
 those of different saves may come at once, on whichever thread the thing happened: `Staged` on the
@@ -87,7 +87,7 @@ class Compacted:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StoreCompacted:
-    """A compaction beside the training of `run` has done something: `Checkpointer(compact=)`."""
+    """A compaction during the training of `run` has done something: `Checkpointer(compact=)`."""
 
     run: str
     report: CompactReport
@@ -95,7 +95,7 @@ class StoreCompacted:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CompactionFailed:
-    """A compaction beside the training of `run` failed, or its process ended. Nothing is lost."""
+    """A compaction during the training of `run` failed, or its process ended. Nothing is lost."""
 
     run: str
     error: DeltackptError

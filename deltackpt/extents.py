@@ -345,7 +345,7 @@ class Plan:
         return [version_of(tensors[i]) for e in extents for i in self._cuts[e].members]
 
     def _moved(self, extents: list[int], before: list[int], now: list[int]) -> list[int]:
-        """The extents of which :meth:`_versions` tells another number than before."""
+        """The extents whose number in :meth:`_versions` has changed."""
         if now == before:
             return []
         owners = (e for e in extents for _ in self._cuts[e].members)

@@ -1,4 +1,4 @@
-"""Which failed saves are still to be told of, and whether the newest one is to be made up for."""
+"""Which failed saves are not reported yet, and whether the newest one is to be repeated."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Failures:
         self.torn = False
         """A save was torn, and none has been accepted since."""
         self.comparable = False
-        """Saves have been accepted, and none failed since: they tell what has not changed."""
+        """Saves have been accepted, and none failed since: they show what has not changed."""
 
     def accepted(self, progress: SaveProgress) -> None:
         """A save was accepted: it makes up for a torn one."""
@@ -49,12 +49,12 @@ class Failures:
             self._untold[id(progress)] = error
 
     def told(self, progress: SaveProgress) -> None:
-        """The handle of the save has told its failure."""
+        """The handle of the save has reported its failure."""
         with self._lock:
             self._untold.pop(id(progress), None)
 
     def take(self, *, torn: bool = True) -> DeltackptError | None:
-        """The oldest failure that nobody was told yet; later ones count as told with it.
+        """The oldest failure not reported yet; later ones count as reported with it.
 
         Without `torn`, not that of a torn save, for which the next one makes up.
         """

@@ -19,7 +19,7 @@ OTHER_VALUES, FIXED = "other values", "memory that is mapped read-only"
 class FixedMemory:
     """What of this process's memory cannot be written to, as it was at the first question.
 
-    Where the system does not tell (there is no /proc), nothing counts as fixed.
+    Where the system does not say (there is no /proc), nothing counts as fixed.
     """
 
     def holds(self, tensor: torch.Tensor) -> bool:

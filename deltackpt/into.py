@@ -250,7 +250,7 @@ class Plan:
     # applying ------------------------------------------------------------------------------
 
     def inspect(self, built: Any, memory: Memory) -> None:
-        """Check what only values can tell. Raises `MismatchError`; nothing has been changed."""
+        """Check what only values can show. Raises `MismatchError`; nothing has been changed."""
         for group in self._unsure:
             self._untie(group, memory)
         self._set_arrays_apart(built, memory)

@@ -133,7 +133,7 @@ class SaveSignals:
 
 
 def check_signals(signals: Any) -> tuple[int, ...]:
-    """The option `save_on` as signal numbers; `InvalidInputError` for what is none."""
+    """The option `save_on` as signal numbers; `InvalidInputError` for what is not one."""
     try:
         numbers = tuple(_signal_number(number) for number in signals)
     except (TypeError, ValueError) as error:

@@ -46,7 +46,7 @@ def load(
     matches are left out, such items of lists and tuples are None. `threads` read in parallel
     (default: as many as processors, at most 8, and helper processes where much is to be decoded).
 
-    Any thread or process may call it, also beside a training that saves into the store: the step
+    Any thread or process may call it, also while a training saves into the store: the step
     is held meanwhile, so that retention and collection leave it alone, where the store can be
     written to.
 

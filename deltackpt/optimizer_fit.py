@@ -30,7 +30,7 @@ _TELLING = frozenset(
      "max_iter", "max_eval", "tolerance_grad", "tolerance_change", "history_size",
      "line_search_fn", "beta2_decay", "d")
 )  # fmt: skip
-"""Hyperparameters by which torch's own optimizers can be told apart."""
+"""Hyperparameters by which torch's own optimizers can be distinguished."""
 _PASSING = frozenset(
     ("params", "param_names", "lr", "eps", "weight_decay", "maximize", "foreach", "capturable",
      "differentiable", "fused", "decoupled_weight_decay")
@@ -129,7 +129,7 @@ def _entries(saved: Mapping[str, Any]) -> Iterable[Mapping[Any, Any]]:
 
 
 def _decoupled(groups: list[dict[str, Any]]) -> bool | None:
-    """The one value of the flag that makes AdamW of Adam; None where it is not told."""
+    """The one value of the flag that makes AdamW of Adam; None where it is not recorded."""
     values = {group.get("decoupled_weight_decay") for group in groups}
     return bool(values.pop()) if len(values) == 1 and None not in values else None
 

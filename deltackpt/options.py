@@ -24,7 +24,7 @@ _PAGE = 4096
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """All options but store and state; the meaning of each is told by `Checkpointer`."""
+    """All options but store and state; `Checkpointer` documents each."""
 
     run: str = "main"
     every: Every | DueFunction | None = None

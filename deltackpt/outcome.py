@@ -57,7 +57,7 @@ def soon(seconds: float, ask: Callable[[], bool]) -> bool | None:
     try:
         threading.Thread(target=work, name="deltackpt-look", daemon=True).start()
         return answers.get(timeout=seconds)
-    except (RuntimeError, queue.Empty):  # the system gives no more threads
+    except (RuntimeError, queue.Empty):  # the system allows no more threads
         return None
 
 

@@ -172,7 +172,7 @@ def align(
 
 
 def _labels(names: Sequence[str | None]) -> list[str]:
-    """`names` with numbers in place of missing ones, and repeated ones told apart."""
+    """`names` with numbers in place of missing ones, and repeated ones made distinct."""
     seen: dict[str, int] = {}
     out: list[str] = []
     for name in names:

@@ -59,7 +59,7 @@ _LOST = ("store-vanished", "collected")
 _EXIT_SECONDS = 60.0
 _TICK_SECONDS = 1.0
 _STOPPED_SECONDS = 2.0
-"""Who sleeps so much longer than asked for was stopped meanwhile, with the whole process."""
+"""A sleep this much longer than asked for means that the whole process was stopped."""
 
 
 class SavePipeline:
@@ -133,7 +133,7 @@ class SavePipeline:
             if self._stopping:
                 return
             self._expecting = True
-            with contextlib.suppress(StateError):  # the save will try again, and tell
+            with contextlib.suppress(StateError):  # the save will try again, and report it
                 self._start_threads()
             self._condition.notify_all()
 
@@ -297,7 +297,7 @@ class SavePipeline:
             self.wait_idle()
 
     def _stage_next(self) -> bool:
-        """Wait for a task and do it; False when there are to be no more."""
+        """Wait for a task and do it; False when no more will come."""
         task = self._next_task()
         if task is None:
             return False

@@ -25,7 +25,7 @@ _LARGEST = (1 << 63) - 1
 
 
 def is_count(value: Any) -> bool:
-    """True for a real integer that fits 64 bits, as whatever is handed on must: a bool is none."""
+    """Whether `value` is an integer of 64 bits, and not a bool."""
     return isinstance(value, int) and not isinstance(value, bool) and -_LARGEST <= value <= _LARGEST
 
 

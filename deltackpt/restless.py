@@ -58,7 +58,7 @@ class Restless:
         return self._count < LIMIT
 
     def met(self, step: int, error: DeltackptError) -> None:
-        """Learn from the error of a torn save, and tell what becomes of it, once per tensor."""
+        """Learn from the error of a torn save, and log what becomes of it, once per tensor."""
         named = cast("Sequence[str]", error.context.get("tensors") or (_tensor_of(error),))
         with self._lock:
             self._count += error.kind == "torn"

@@ -201,7 +201,7 @@ def restore_and_hold(
         return job.result(commit, skipped, time.perf_counter() - began), held.take_over()
     if not skipped:
         if expected and store.runs():
-            store.numbers(run)  # says which runs there are when it is none of them
+            store.numbers(run)  # names the runs there are when it is not one of them
         return None, None
     raise job.finished(nothing_verifies(run, skipped))
 

@@ -53,6 +53,6 @@ class Task:
     names_parent: bool = False
     staging: Staging | None = None
     committed: bool = False
-    """It is durable, and about to be told so."""
+    """It is durable, and about to be reported so."""
     given_up: bool = False
     """Its time is over, and its writer is being ended: what fails by that is not its error."""

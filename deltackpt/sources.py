@@ -55,7 +55,7 @@ class Source(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def data(self) -> Tensor:
-        """A flat contiguous uint8 tensor over the bytes, made anew."""
+        """A flat contiguous uint8 tensor over the bytes, a new one."""
         return bytes_of(self.storage, self.begin, self.nbytes, self.device)
 
     @property

@@ -49,7 +49,7 @@ def _saves_nothing(module: nn.Module) -> bool:
         return False
     try:
         return not state_of(module)
-    except Exception:  # a save tells
+    except Exception:  # a save will report it
         return False
 
 

@@ -87,7 +87,7 @@ def _home(value: Any) -> str:
     """The module that defines its ``load_state_dict``; "" where that cannot be had."""
     try:
         return str(getattr(value.load_state_dict, "__module__", ""))
-    except Exception:  # of a property: applying it will tell
+    except Exception:  # of a property: applying it will report it
         return ""
 
 

@@ -238,7 +238,7 @@ class Target:
         """Do not restore one of the :meth:`goals` after all; asked before :meth:`inspect`."""
 
     def inspect(self, state: Any, report: Report) -> None:
-        """Before anything is changed: find in the rebuilt state what an outline cannot tell."""
+        """Before anything is changed: find in the rebuilt state what an outline does not show."""
 
     def apply(self, state: Any, *, undo: bool) -> None:
         """Put the rebuilt state into the object; with `undo`, so that :meth:`rollback` works."""

@@ -1,4 +1,4 @@
-"""What live tensors held at the call of `save`, as far as a few microseconds can tell.
+"""What live tensors held at the call of `save`, as far as a few microseconds of looking can show.
 
 A live tensor is hashed a little after `save` has returned. What is written to it in between, where
 no version counter sees it, would be saved under the earlier moment. So the call itself takes a

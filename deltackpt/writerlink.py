@@ -57,7 +57,7 @@ class WriterLink:
             return
         try:
             self._standby = Standby()
-        except (DeltackptError, OSError) as error:  # the save will try again, and tell
+        except (DeltackptError, OSError) as error:  # the save will try again, and report it
             _log.debug("no writer was started ahead: %s", error)
 
     def get(self, state_bytes: int) -> WriterClient:

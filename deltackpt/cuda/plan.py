@@ -86,7 +86,7 @@ def words_of(digests: Digests) -> NDArray[np.uint64]:
 def check_sizes(
     sources: Mapping[int, Source], extents: Sequence[int], paths: Sequence[str]
 ) -> None:
-    """Raise :func:`torn` for a live source whose storage was shrunk or freed meanwhile."""
+    """Raise :func:`torn` for a live source whose storage was shrunk or freed in the meantime."""
     for extent, path in zip(extents, paths, strict=True):
         if sources[extent].live and sources[extent].gone:
             raise torn([path])

@@ -43,7 +43,7 @@ class Runtime(Protocol):
     """Lanes of a warp: 32, or 64 on some AMD GPUs."""
 
     def stream(self) -> Any:
-        """A new stream beside the training stream."""
+        """A new stream, apart from the training stream."""
         ...
 
     def mark(self) -> Any:

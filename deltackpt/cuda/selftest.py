@@ -111,7 +111,7 @@ def hash_pieces(
 def gather_pieces(runtime: Runtime, pieces: Sequence[tuple[int, int]]) -> list[Mismatch]:
     """Gather pieces of (length, skew) in an order of chance; return those that arrive wrong.
 
-    A last entry of length -1 tells that other bytes were written, too.
+    A last entry of length -1 means that other bytes were written, too.
     """
     rng = np.random.default_rng(9)
     room = [length + 64 & -16 for length, _ in pieces]

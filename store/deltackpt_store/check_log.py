@@ -28,8 +28,8 @@ _MAX_TIME = 253402300800.0  # seconds; the year 10000
 
 
 class Check(msgspec.Struct, frozen=True, array_like=True):
-    """The last check of one pack: its running number, when (Unix seconds, by whatever clock), the
-    bytes of payload that it read, and whether they were damaged."""
+    """The last check of one pack: its running number, when (Unix seconds, by the clock
+    of the machine that checked), the bytes of payload read, and whether they were damaged."""
 
     number: int
     at: float

@@ -62,7 +62,7 @@ class WriterClient:
         io: FileIO | None = None,
         standby: Standby | None = None,
     ) -> None:
-        """Start the writer and return at once; :meth:`ready` tells whether it could open `store`.
+        """Start the writer and return at once; :meth:`ready` says whether it could open `store`.
 
         `seed` is the seed of the change hashes. `ring_bytes` bounds the staging memory (at least
         one slot). `on_result(save, outcome)` is called in the receiver thread for every save that
@@ -150,7 +150,7 @@ class WriterClient:
 
     @property
     def error(self) -> DeltackptError | None:
-        """Why the writer is of no more use; None while it is, and after a clean close."""
+        """Why the writer cannot be used any more; None while it can, and after a clean close."""
         return self._error
 
     @property

@@ -1,4 +1,4 @@
-"""Compacting beside a training, in a process of its own of low priority.
+"""Compacting during a training, in a separate process of low priority.
 
 Started by the trainer (`launch.start_compactions`) with `JobSettings` as JSON. Compacts now and
 then, tells on stdout, one JSON line for each compaction that did something or failed (beside what

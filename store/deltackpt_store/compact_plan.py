@@ -38,7 +38,7 @@ _NONE = np.empty(0, np.int64)
 
 @dataclass(frozen=True, slots=True)
 class Recode:
-    """Chunks to be coded anew, by family: those that need one old base chunk at one place.
+    """Chunks to recode, by family: those that need one old base chunk at one place.
 
     Parallel arrays, sorted by `base`, then `old`, then from the newest chunk to the oldest.
     """
@@ -271,7 +271,7 @@ def _recode(survey: Survey, place: _Places, replaced: Bools) -> Recode:
     share = catalogue.stored[survey.row_of[deep]] / np.bincount(deep, minlength=1)[deep]
     largest = np.zeros(len(rows))
     np.maximum.at(largest, where, catalogue.stored[survey.row_of[needs]])
-    # An old chunk that something else goes on to need stays: coding the others anew frees nothing.
+    # An old chunk that something else still needs stays: recoding the others frees nothing.
     stuck = np.zeros(catalogue.groups, np.bool_)
     while True:
         # What follows from several chunks is small, and takes about a chunk when coded anew: only

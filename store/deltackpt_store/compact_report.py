@@ -1,4 +1,4 @@
-"""What a compaction tells about itself."""
+"""The report of a compaction."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ class Compaction:
     # the whole -----------------------------------------------------------------------------
 
     def plan_only(self) -> CompactReport:
-        """What would be done, as far as one marking tells. Only reads."""
+        """What would be done, as far as one marking shows. Only reads."""
         report = self._report
         report.dry_run = True
         survey, plan, _ = self._plan(self._heads(keep=False))

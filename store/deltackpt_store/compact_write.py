@@ -34,7 +34,7 @@ Progress = Callable[[int, int], None]
 
 
 class _Piece(NamedTuple):
-    """A part of a family of chunks to be coded anew: `first` to `end` of the plan's arrays."""
+    """A part of a family of chunks to recode: `first` to `end` of the plan's arrays."""
 
     first: int
     end: int

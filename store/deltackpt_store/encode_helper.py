@@ -43,7 +43,7 @@ Piece = tuple[int, int]
 
 
 class Digest(NamedTuple):
-    """What tells a chunk from others: its id, and its change hash."""
+    """What identifies a chunk: its id, and its change hash."""
 
     id: bytes
     change: bytes
@@ -158,7 +158,7 @@ class Helper:
             try:
                 message = self._sock.recv(MESSAGE_BYTES)
             except TimeoutError:
-                self._close_packs()  # what is deleted meanwhile is not to be kept from being so
+                self._close_packs()  # deleted packs would keep their space
                 continue
             if not message:
                 return

@@ -67,7 +67,7 @@ class FileIO:
         except OSError as error:
             if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
                 raise
-        # Refused, for its alignment as a rule, perhaps after a part: `views` holds what is left.
+        # Refused, usually for its alignment, perhaps after a part: `views` holds what is left.
         direct.switch(handle, on=False)
         left = sum(map(len, views))
         return total - left + self._write_all(handle, views, offset + total - left)
@@ -109,7 +109,7 @@ class FileIO:
         os.replace(source, target)
 
     def unlink(self, path: str) -> None:
-        """Remove the name; who has the file open can go on reading it."""
+        """Remove the name; a process that has the file open can go on reading it."""
         os.unlink(path)
 
     def sync_directory(self, path: str) -> None:
@@ -158,7 +158,7 @@ class FileIO:
                 if error.errno == errno.EACCES:
                     raise BlockingIOError(errno.EAGAIN, "locked by somebody else", path) from None
                 raise
-            os.close(handle)  # removed, or made anew, before the lock was had: look again
+            os.close(handle)  # removed or replaced before it was locked: try again
 
     # reading -------------------------------------------------------------------------------
 
@@ -225,7 +225,7 @@ def look_afresh(path: str) -> None:
 
 
 def share_lock(path: str, handle: int) -> None:
-    """Let whoever may write in the folder take the lock, too, whatever the umask is."""
+    """Let everybody who may write in the folder take the lock too, whatever the umask is."""
     with contextlib.suppress(OSError):  # somebody else's
         bits = stat.S_IMODE(os.fstat(handle).st_mode)
         above = os.stat(os.path.dirname(path)).st_mode & 0o022 if bits else 0

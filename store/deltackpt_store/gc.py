@@ -85,7 +85,7 @@ class GcReport:
     manifests: list[str] = field(default_factory=list[str])
     commits: list[tuple[str, int]] = field(default_factory=list[tuple[str, int]])
     leftovers: list[str] = field(default_factory=list[str])
-    """Unfinished files of writers that are no more, relative to the store."""
+    """Unfinished files of writers that have ended, relative to the store."""
     pack_bytes: int = 0
     pardoned: list[str] = field(default_factory=list[str])
     """Packs condemned at first that turned out to be needed."""
@@ -164,12 +164,12 @@ class _Collection:
         self._progress: Progress = progress or (lambda stage, done, total: None)
         self._accept_lost = accept_lost
         self._accepted: list[Retired] = []
-        self._untold = False  # by the newest generation, which is damaged: a new one is due
+        self._untold = False  # the newest generation is damaged: a new one is due
         self.more = False
         """There was no space to write down all that may go: collect again."""
 
     def plan(self) -> GcReport:
-        """What would be deleted, as far as one marking tells."""
+        """What would be deleted, as far as one marking shows."""
         last = self._last() if self._io.exists(f"{self._root}/gc") else Generation()
         _, marking, doomed = self._mark((), last)
         report = _report(marking, doomed)
@@ -214,7 +214,7 @@ class _Collection:
     # marking -------------------------------------------------------------------------------
 
     def _mark(self, condemned: Collection[str], last: Generation) -> tuple[Roots, Marking, Doomed]:
-        # Names first: what is published after they were listed is none of this collection's.
+        # Names first: what is published after this listing is left to the next collection.
         lying = leftovers(self._io, self._root)
         linked = linked_folders(self._io, self._root)
         roots = read_roots(self._store)
@@ -231,7 +231,7 @@ class _Collection:
         return roots, marking, doomed
 
     def _miss(self, roots: Roots, last: Generation) -> None:
-        """Refuse beside lost commits, or let them count as retired, so that the boundary of the
+        """Refuse when commits are lost, or let them count as retired, so that the boundary of the
         next generation reaches them."""
         lost = lost_commits(
             self._store, roots.commits.values(), last.boundary, retired=roots.retired
@@ -243,10 +243,10 @@ class _Collection:
         roots.retired += given_up
 
     def _last(self) -> Generation:
-        """The newest generation; one of its number that tells nothing when it is damaged.
+        """The newest generation; an empty one of the same number when it is damaged.
 
-        StorageError, UnsupportedFormatError: what was condemned and collected before must not be
-        lost sight of because it could not be read this time, or by this package.
+        StorageError, UnsupportedFormatError: what was condemned and collected before must
+        not be forgotten because it could not be read this time, or by this package.
         """
         number = newest_number(self._io, self._root)
         try:

@@ -49,7 +49,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def newest_number(io: FileIO, root: str) -> int:
-    """Number of the newest generation, 0 before the first. OSError when it cannot be told."""
+    """Number of the newest generation, 0 before the first. OSError when ``gc`` cannot be read."""
     return max((number for name in io.list(f"{root}/gc")
                 if (number := parse_number(name.removesuffix(_COPY))) is not None),
                default=0)  # fmt: skip
@@ -129,7 +129,7 @@ def _decode(data: bytes, number: int, path: str) -> Generation:
 
 def publish_generation(io: FileIO, root: str, generation: Generation) -> None:
     """Create the record, durably. OSError; FileExistsError when another collection was faster;
-    ConflictError (kind ``no-number``) when there is none after the one that lies there.
+    ConflictError (kind ``no-number``) when no larger number is left.
 
     On a full disk the reserve is given up for it.
     """
@@ -139,8 +139,8 @@ def publish_generation(io: FileIO, root: str, generation: Generation) -> None:
 
 
 def tidy_generations(io: FileIO, root: str, newest: int) -> None:
-    """Copy the newest record and remove those before it, beside which they mean nothing. Best
-    effort: to be called when no collection is under way."""
+    """Copy the newest record and remove the earlier ones, which no longer count. Best effort; to be
+    called when no collection is under way."""
     path = f"{root}/gc/{number_name(newest)}"
     with contextlib.suppress(CorruptionError, UnsupportedFormatError, OSError):
         if newest and not io.exists(path + _COPY):

@@ -435,7 +435,7 @@ def _only(numbers: list[int], number: int) -> list[int]:
 
 
 def _may_be(damaged: Damaged, step: int, commits: Commits) -> bool:
-    """Whether the damaged commit can be that step, as far as its neighbours tell.
+    """Whether the damaged commit can be that step, as far as its neighbours show.
 
     Steps grow from a commit to the one that continues it.
     """

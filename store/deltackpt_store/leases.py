@@ -90,7 +90,7 @@ class _LockedFile:
 class Lease(_LockedFile):
     """A live writer's sign of life. Taken before the writer looks at anything it may build upon.
 
-    Used by one thread. A forked child lets go of its copy at once.
+    Used by one thread. A forked child closes its copy at once.
     """
 
     def __init__(self, io: FileIO, root: str, writer: str, handle: int) -> None:
@@ -225,7 +225,7 @@ def held_commits(io: FileIO, root: str, *, clean: bool = False) -> set[Held]:
 
 
 def is_locked(io: FileIO, path: str) -> bool:
-    """Whether somebody holds the lock of the file. OSError where that cannot be told."""
+    """Whether somebody holds the lock of the file. OSError where that cannot be determined."""
     try:
         handle = io.lock(path)
     except BlockingIOError:
@@ -293,8 +293,8 @@ def holder(io: FileIO, root: str, writer: str) -> str:
 
 
 def _lock_own(io: FileIO, path: str) -> int:
-    """Make and lock a file that is nobody else's. Who only asks whether it is locked, holds it for
-    a moment."""
+    """Make and lock a file of one's own. Retries, since `is_locked` of another process holds the
+    lock for a moment."""
     for _ in range(_PROBES):
         try:
             return io.lock(path, create=True)

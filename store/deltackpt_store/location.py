@@ -63,7 +63,7 @@ def check_location(io: FileIO, root: str) -> None:
     """Probe the location of a store about to be written, unless that was done before.
 
     StorageError (kind ``location``) when something vital is missing; what is lost otherwise is
-    logged once. A place that cannot be written just now is passed over: who writes will notice.
+    logged once. A place that cannot be written just now is passed over: the next write will notice.
     """
     place = os.fsencode(f"{filesystem_type(root)} {os.stat(root).st_dev} {root}")
     path = f"{root}/cache/location"
@@ -131,7 +131,7 @@ def _own_folder(io: FileIO, directory: str) -> tuple[str, int | None]:
         try:
             return folder, io.lock(f"{folder}/{_ALIVE}", create=True)
         except OSError as error:
-            # Who came at this moment may have taken it for a dead one's.
+            # A concurrent probe may have removed the folder as that of a dead one.
             if not tries or not isinstance(error, (BlockingIOError, FileNotFoundError)):
                 return folder, None
             _remove(io, folder, None)

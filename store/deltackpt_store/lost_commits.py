@@ -46,7 +46,7 @@ class LostCommit(NamedTuple):
 def read_boundary(store: Store) -> Boundary:
     """Per run, the largest number whose record may have been collected, as of now.
 
-    Empty when the record that tells it is damaged, and so is its copy.
+    Empty when the generation record and its copy are both damaged.
     StorageError, UnsupportedFormatError.
     """
     for attempt in range(_TRIES):

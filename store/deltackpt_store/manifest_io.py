@@ -392,7 +392,7 @@ def decode_commit(data: bytes, *, name: str = "commit") -> Commit:
     edges = [-1, *chain.from_iterable((first, last + 1) for first, last in commit.ancestors)]
     if any(a >= b for a, b in pairwise(edges)) or edges[-1] > commit.number:
         raise _bad("its ancestors are not ascending earlier numbers", "commit", name)
-    # Who reads these figures counts and rounds them: what is no figure was not recorded.
+    # Readers of these figures count and round them: infinities and NaN count as not recorded.
     stats = {key: value for key, value in commit.stats.items() if math.isfinite(value)}
     return msgspec.structs.replace(commit, digest=data[-_DIGEST:], stats=stats)
 

@@ -255,7 +255,7 @@ def mark(
             catalogue = Catalogue(store, names, told, ids=ids)
             break
         except StorageError as error:
-            # A collection beside this deletes packs of which others hold what is needed.
+            # A concurrent collection deletes packs whose needed chunks other packs hold too.
             before, names = names, _names(store, without)
             gone = error.errno == errno.ENOENT and not set(before) <= set(names)
             if not gone or attempt == _TRIES - 1:

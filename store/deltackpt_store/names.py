@@ -127,7 +127,7 @@ def parse_number(name: str) -> int | None:
 
 
 def check_number(number: int, folder: str) -> None:
-    """ConflictError when `number` is none that a file in `folder` of the store can have."""
+    """ConflictError when a file in `folder` of the store cannot have the number `number`."""
     if number >= MAX_NUMBER:
         raise ConflictError(
             f"no number is left in {folder}: the largest one there is {number - 1}",

@@ -73,7 +73,7 @@ def open_session(
 
 
 def _open(path: str, options: WriterOptions, io: FileIO | None) -> Store:
-    """The store to write to; one that was there before is not made anew when it has vanished."""
+    """The store to write to; one that existed before is not created again when it has vanished."""
     if not options.expect:
         store = Store.create(path, io=io) if options.create else Store.open(path, io=io)
     else:

@@ -109,7 +109,7 @@ def _broken_link(path: str) -> str | None:
 def storage_error(error: OSError, doing: str, path: str) -> StorageError:
     """The StorageError for `error`, met while `doing` ("read the manifest") something to `path`.
 
-    When another file was in the way its path is told too.
+    When another file was in the way its path is given too.
     """
     code = error.errno
     reason = error.strerror or str(error)

@@ -373,7 +373,7 @@ def _read_footer(io: FileIO, handle: int, path: str, store_uuid: bytes | None) -
     ):
         raise _damaged(path, "footer entries lie outside the file")
     taken = int(table["stored"].sum(dtype=np.int64)) + RECORD_BYTES * records + ID_BYTES * refs
-    if taken > offset - HEADER_BYTES:  # who checks every record would read the same bytes for ever
+    if taken > offset - HEADER_BYTES:  # checking every record would read the same bytes for ever
         raise _damaged(path, "footer entries lie on top of each other")
     return PackFooter(header, entries, size)
 

@@ -131,7 +131,7 @@ class Predictor:
             self._turn(group, old, new)
 
     def _judge(self, group: _Group) -> bool:
-        """Whether the weight was predicted well; a group of which anything was not begins anew."""
+        """Whether the weight was predicted well; a group with a weight that was not starts over."""
         good = {kind: tried.judge() for kind, tried in group.tried.items() if kind != FIRST}
         if not all(good.values()):
             group.limit = 0
@@ -177,7 +177,7 @@ class Predictor:
         self._ended = True
 
     def forget(self) -> None:
-        """Chunks put since the last save may be lost: begin anew."""
+        """Chunks put since the last save may be lost: start over."""
         for group in self._groups:
             group.drop()
 

@@ -30,7 +30,7 @@ def own_note() -> bytes:
 
 
 def read_note(data: bytes) -> str | None:
-    """Words for the process that left this note; None for what is none. Takes any bytes."""
+    """Words for the process that left this note; None when it is not a note. Takes any bytes."""
     found = _parsed(data)
     if found is None:
         return None

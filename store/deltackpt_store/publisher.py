@@ -60,7 +60,7 @@ class Publisher:
     def publish(
         self, save: PendingSave, message: Finish, stats: dict[str, float]
     ) -> tuple[Commit, bool]:
-        """Commit a complete save whose blobs are durable; tells whether it made a new base.
+        """Commit a complete save whose blobs are durable; returns whether it made a new base.
 
         Durable on return. Raises `StorageError`; `ConflictError` when somebody else committed to
         the run, or the step does not come after the one it would continue.

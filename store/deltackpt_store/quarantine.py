@@ -56,7 +56,7 @@ def set_aside(io: FileIO, root: str, relative: str) -> str:
 
 
 def is_directory(io: FileIO, path: str) -> bool:
-    """Whether a directory lies at `path`. A symbolic link that leads to itself is none."""
+    """Whether a directory lies at `path`. A symbolic link that leads to itself does not count."""
     try:
         io.list(path)
     except (FileNotFoundError, NotADirectoryError):

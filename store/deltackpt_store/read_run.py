@@ -152,7 +152,7 @@ class Run:
         loops = loops or [self._loop] * (self._threads - 1)
         others: list[threading.Thread] = []
         try:
-            with contextlib.suppress(RuntimeError):  # no more threads: without the others then
+            with contextlib.suppress(RuntimeError):  # no more threads: go on with fewer
                 for loop in loops:
                     other = threading.Thread(target=loop, name="deltackpt-read", daemon=True)
                     other.start()
@@ -243,7 +243,7 @@ class Run:
                     return self._read_direct(fetcher, first, end)
                 return self._read_scattered(fetcher, first, end)
             except (CorruptionError, StorageError):
-                pass  # once more, one by one, to tell which of them it is
+                pass  # once more, one by one, to find out which of them it is
         failures: list[Failure] = []
         for i in range(first, end):
             task = self._plan.task(i)

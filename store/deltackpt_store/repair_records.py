@@ -291,7 +291,7 @@ def mend_format(
 
 
 def _without_packs(store: Store, others: Sequence[Store]) -> tuple[Format, str]:
-    """FORMAT of a store that holds no pack which tells; that of `store` is a fresh one."""
+    """FORMAT of a store without a readable pack; that of `store` is a fresh one."""
     for other in others:
         if _share_a_commit(store, other):
             return Format(store=other.uuid.hex()), other.path
@@ -329,7 +329,7 @@ def _untold(path: str, why: str) -> CorruptionError:
 
 
 def _refuse_newer(io: FileIO, path: str) -> None:
-    """A FORMAT whose first line still tells of a newer version or of features is not guessed."""
+    """UnsupportedFormatError when the first line of FORMAT names a newer version or features."""
     try:
         line = read_file(io, path, MAX_FORMAT_BYTES).partition(b"\n")[0]
         value = msgspec.json.decode(line, type=Format)

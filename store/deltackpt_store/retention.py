@@ -188,7 +188,7 @@ class Retention:
 def retire(store: Store, commits: Iterable[Commit | Retired]) -> None:
     """Take commits off their runs' lists, durably (StorageError). Idempotent.
 
-    The caller sees to it that none of them is needed; `apply` does. UnsupportedFormatError when
+    The caller makes sure that none of them is needed, as `apply` does. UnsupportedFormatError when
     this package may only read the store.
     """
     store.format.require("write", store.path)
@@ -314,7 +314,7 @@ def _continues(newest: Commit, commit: Commit) -> bool:
 
 
 def _newest_restorable(store: Store, commits: Commits, run: str) -> Commit:
-    """The newest commit of which every part is there, as far as tables tell."""
+    """The newest commit of which every part is there, as far as pack tables show."""
     failure: Exception | None = None
     for commit in reversed(commits):
         try:
@@ -334,7 +334,7 @@ def _newest_restorable(store: Store, commits: Commits, run: str) -> Commit:
 
 
 def _check_whole(store: Store, commit: Commit) -> None:
-    """CorruptionError, UnsupportedFormatError when tables tell that something of it is gone.
+    """CorruptionError, UnsupportedFormatError when pack tables show that a part of it is gone.
 
     Looks into the packs that it names; into all only when something lies elsewhere.
     """

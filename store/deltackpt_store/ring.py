@@ -2,8 +2,8 @@
 
 One anonymous memory file of `slots` slots of `slot_bytes` each, mapped by both sides. The file is
 sparse: a slot costs memory only once it has been written, and because free slots are handed out
-lowest number first, a run uses (and keeps warm) no more slots than its saves need. Who may touch a
-slot is decided by leases, which the trainer's :class:`SlotPool` keeps: free -> acquired (the
+lowest number first, a run uses (and keeps warm) no more slots than its saves need. Leases decide
+which side may touch a slot; the trainer's :class:`SlotPool` keeps them: free -> acquired (the
 trainer fills it) -> sent (the writer reads it) -> free again, when every blob in it is durable.
 The memory lives until the last process that maps it ends, so a dead trainer's slots stay readable.
 
@@ -268,5 +268,5 @@ def set_size(memory: int, size: int) -> None:
         # A sealed size: neither side can make the other die of SIGBUS by truncating the file.
         fcntl.fcntl(memory, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
     except (OSError, AttributeError):
-        # A file: who writes through a mapping when its disk is full dies of SIGBUS, too.
+        # A file on a disk: writing through a mapping would be a SIGBUS when the disk is full.
         os.posix_fallocate(memory, 0, size)

@@ -48,8 +48,8 @@ class Roots:
 def read_roots(store: Store) -> Roots:
     """Read all that must stay: first the runs, then pins and holds.
 
-    The order matters: who pins or holds a commit looks afterwards whether it was retired, so that
-    a commit that is retired here and was pinned or held in time shows among those.
+    The order matters: a process that pins or holds a commit checks afterwards whether it was
+    retired, so a commit that is retired here and was pinned or held in time is found among those.
     StorageError, CorruptionError, UnsupportedFormatError when anything cannot be read.
     """
     roots = Roots(runs=[])

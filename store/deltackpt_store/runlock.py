@@ -27,7 +27,7 @@ _log = logging.getLogger("deltackpt.writer")
 
 LOCK_NAME = ".lock"
 _POLL_SECONDS = 0.05
-_PATIENCE_SECONDS = 1.0  # after which waiting is told: a writer that only finishes takes less
+_PATIENCE_SECONDS = 1.0  # before waiting is logged: finishing a last save takes less
 _BUSY = frozenset({errno.EAGAIN, errno.EWOULDBLOCK, errno.EACCES})
 
 _HINT = (

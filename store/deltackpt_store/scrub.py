@@ -180,7 +180,7 @@ class _Start:
         self._parent = parent
 
     def __call__(self) -> None:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent tells when to stop
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to stop
         with suppress(OSError, AttributeError):
             libc: Any = ctypes.CDLL(None)
             libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -192,7 +192,7 @@ class _Start:
 
 @contextmanager
 def _uninterrupted() -> Generator[None]:
-    """No Ctrl-C meanwhile, for this thread and for what is forked off; it comes afterwards here."""
+    """Block Ctrl-C in this thread and what it forks; it is delivered here afterwards."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

@@ -157,7 +157,7 @@ class Checker:
         pack, entries = self._tables[number]
         data = self._fetcher.room(length, WINDOW_BYTES)
         if not self._fill(pack, data, begin):
-            for i in range(first, end):  # one by one, to tell which of them it is
+            for i in range(first, end):  # one by one, to find out which of them it is
                 self._alone(number, found.rows[i], found.kinds[i], found.starts[i],
                             found.lengths[i])  # fmt: skip
             return

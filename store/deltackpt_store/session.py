@@ -120,7 +120,7 @@ class RunWriter:
     # messages ----------------------------------------------------------------------------------
 
     def handle(self, message: ToWriter) -> None:
-        """Do what the message asks for; every failure of a save is told to the trainer.
+        """Do what the message asks for; every failure of a save is sent to the trainer.
 
         Raises only for a message that has no place here.
         """
@@ -306,7 +306,7 @@ class RunWriter:
         self._index_is_old = True
 
     def _adopt_base(self) -> None:
-        """Code further saves against the base that a compaction has made meanwhile.
+        """Code further saves against the base that a compaction has made.
 
         What the old base holds can then be deleted once no step refers to it any more.
         """
@@ -421,7 +421,7 @@ class RunWriter:
             return
         save.encode_seconds += time.perf_counter() - began
         if 2 * len(self._held) >= self._ring.slots:
-            self._flush()  # the trainer fills the other half meanwhile
+            self._flush()  # while the trainer fills the other half
 
     def _flush(self) -> bool:
         """Make all blobs durable and release their slots; False when the storage refused."""

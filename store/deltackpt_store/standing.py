@@ -59,7 +59,7 @@ class Standing:
         return self.generation.number
 
     def heed(self, claim: Claim) -> bool:
-        """Learn of a newer generation, if there is one, and acknowledge it; tells whether.
+        """Learn of a newer generation, if there is one, and acknowledge it; returns whether.
 
         The first call takes the lease. StorageError when the store cannot be looked at; what
         cannot be acknowledged yet is tried again at the next call.
@@ -126,7 +126,7 @@ class Standing:
         leased = self.leased
         number = self._newest()
         generation: Generation | None = self.generation
-        if number != self.seen or not leased:  # numbers begin anew where somebody has emptied gc/
+        if number != self.seen or not leased:  # numbers start over where somebody has emptied gc/
             try:
                 generation = read_generation(self._io, self._root, number)
             except DeltackptError as error:

@@ -235,7 +235,7 @@ class Store(History):
 
 
 def absolute_path(path: str | os.PathLike[str]) -> str:
-    """The path of a store from the root; InvalidInputError (kind "bad-path") for what is none."""
+    """The path of a store from the root; InvalidInputError (kind "bad-path") when it is not one."""
     try:
         text = os.fsdecode(path)
         usable = bool(text) and b"\0" not in os.fsencode(text)

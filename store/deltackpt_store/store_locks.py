@@ -23,7 +23,7 @@ def collection_lock(io: FileIO, root: str) -> Generator[None]:
         io, root, "gc/lock", kind="gc-running", who="garbage collection or repair",
         what="garbage collection", verb="collect",
     ):  # fmt: skip
-        remove_acks(io, root)  # numbers begin anew where somebody has removed the generations
+        remove_acks(io, root)  # numbers start over where somebody has removed the generations
         yield
 
 

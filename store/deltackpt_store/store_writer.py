@@ -55,7 +55,7 @@ from deltackpt_store.standing import Standing
 from deltackpt_store.store import Store
 
 FOLDERS = ("packs", "manifests", "runs", "gc")
-"""What a writer makes when it is missing: none of these tells anything by being empty."""
+"""What a writer makes when it is missing: none of these means anything by being empty."""
 
 PACK_BYTES = 64 * 1024 * 1024
 
@@ -124,7 +124,7 @@ class StoreWriter:
     # garbage collection --------------------------------------------------------------------
 
     def heed(self) -> bool:
-        """Let a waiting garbage collection go on; tells whether there is a new generation.
+        """Let a waiting garbage collection go on; returns whether there is a new generation.
 
         What it condemns is not built upon from here on. Costs one directory listing. StorageError.
         """

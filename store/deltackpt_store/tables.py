@@ -245,7 +245,7 @@ class ChunkTable:
 
 
 def packs_of(index: ChunkIndex, chunk_id: bytes) -> tuple[str, ...]:
-    """The packs that a stored chunk takes; empty when the index does not tell.
+    """The packs that a stored chunk takes; empty when the index does not say.
 
     It does not when it lacks one of the chunks needed, and when they need each other in a circle or
     more deeply than a reader follows: what an index says is not to be trusted.

@@ -189,7 +189,7 @@ def _set(payload: list[Any], depth: int) -> set[Any]:
 
 
 def read_dtype(description: Any) -> np.dtype[Any]:
-    """A NumPy dtype from its description; :class:`MalformedError` when it is none."""
+    """A NumPy dtype from its description; :class:`MalformedError` when it is not one."""
     try:
         dtype: np.dtype[Any] = np.lib.format.descr_to_dtype(_fields(description))
     except Exception as error:

@@ -230,7 +230,7 @@ class _Verification:
             todo = [name for name in names if name not in self._good]
             bad = scrub(self._packs, todo, threads=threads, progress=progress, prove=prove)
             self._good.update(set(todo).difference(one.pack for one in bad))
-        for name in names:  # tables are read again: these went bad meanwhile
+        for name in names:  # tables are read again: these went bad in the meantime
             if name in self._packs.damaged:
                 self._bad_packs.setdefault(name, self._packs.damaged[name])
         ids, lengths = self._needed.get()
@@ -330,8 +330,8 @@ class _Verification:
                 self._found("commit", one.path, LOST, [hit])
 
     def _check_generations(self) -> None:
-        """What tells which commits were collected."""
-        with contextlib.suppress(OSError):  # where nothing can be listed `_check_lost` tells of it
+        """The newest generation record, which says what was collected, and its copy."""
+        with contextlib.suppress(OSError):  # `_check_lost` reports what cannot be listed
             for name, error in damaged_generations(self._store.io, self._store.path):
                 self._found("generation", name, error)
 

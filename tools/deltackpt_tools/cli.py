@@ -96,7 +96,7 @@ class LazyGroup(click.Group):
             ctx.exit(Exit.BROKEN_PIPE)
         except Exception as error:
             if isinstance(error, MemoryError):
-                error.__traceback__ = error.__context__ = None  # lets go of what filled the memory
+                error.__traceback__ = error.__context__ = None  # release what filled the memory
             code = exit_code(error)
             if code is None:
                 code = Exit.STORAGE if isinstance(error, OSError) else Exit.FAILED
@@ -108,7 +108,7 @@ class LazyGroup(click.Group):
 
                 error = gone_meanwhile(error) or error
                 code = exit_code(error) or code
-            with suppress(OSError):  # nobody reads it, or it finds no room: the exit code tells
+            with suppress(OSError):  # nobody reads it, or the disk is full: the exit code remains
                 report_error(error, code)
             ctx.exit(code)
 
@@ -246,7 +246,7 @@ def main() -> None:
         with suppress(OSError):
             click.echo(f"deltackpt: {_told(error)[0]}", err=True)
         sys.exit(Exit.STORAGE)
-    except MemoryError:  # not enough even to tell of it
+    except MemoryError:  # not even enough to report it
         with suppress(OSError):
             os.write(2, b"deltackpt: too little memory\n")
         sys.exit(Exit.FAILED)

@@ -213,7 +213,7 @@ class _Compare:
     def _difference(
         self, old: TensorView, new: TensorView
     ) -> tuple[int, int, NDArray[np.int64] | None]:
-        """(chunks, bytes, which chunks) of the new tensor that differ, as far as ids tell."""
+        """(chunks, bytes, which chunks) of the new tensor that differ, as far as ids show."""
         start, stop = span(new)
         if start == stop and span(old)[0] == span(old)[1]:
             return 0, 0, None

@@ -20,7 +20,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 FORMAT_VERSION = 1
 
 PATH = click.Path(path_type=str, readable=False)
-"""A path as it was given: that it may not be read is told by whoever reads it (exit code 14)."""
+"""A path as it was given: reading it reports when it may not be read (exit code 14)."""
 
 
 def _remember_json(context: click.Context, _: click.Parameter, value: bool) -> bool:

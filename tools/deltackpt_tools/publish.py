@@ -87,7 +87,7 @@ def require_room(file: BufferedRandom, nbytes: int) -> None:
     """
     disk = os.fstatvfs(file.fileno())
     free = disk.f_frsize * (disk.f_bavail if os.geteuid() else disk.f_bfree)
-    told = disk.f_blocks > 0  # some file systems do not tell
+    told = disk.f_blocks > 0  # some file systems do not say
     if told and free < nbytes < 1 << 63:  # beyond, no disk would help
         raise OSError(errno.ENOSPC, f"it takes {size(nbytes)}, and {size(free)} are free")
 

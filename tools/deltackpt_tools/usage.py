@@ -270,7 +270,7 @@ def measure_files(store: Store) -> tuple[Files, list[tuple[str, str]]]:
     for relative in _walk(store, "", unreadable):
         try:
             handle = store.io.open(f"{store.path}/{relative}")
-        except OSError as error:  # a file may be collected meanwhile; others are no files
+        except OSError as error:  # collected in the meantime, or not a file
             if error.errno not in (errno.ENOENT, errno.ENXIO, errno.EISDIR, errno.ELOOP):
                 unreadable.append((relative, error.strerror or str(error)))
             continue

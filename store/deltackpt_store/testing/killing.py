@@ -15,7 +15,7 @@ Tell = Callable[[bytes], None]
 Operation = Callable[[FileIO, Tell], None]
 
 TOLD_BYTES = 32
-"""An operation tells pieces of this length."""
+"""Length of what an operation reports at once."""
 
 
 class KillingIO(Intercepting):
