@@ -80,9 +80,9 @@ class Mover:
         if self._host_entries.numel() < 16 * count:
             self.settle()
             grown = 16 << (count - 1).bit_length()
+            entries, host = self._runtime.empty(self._work, grown), self._runtime.pinned(grown)
             self._count(grown - self._entries.numel(), grown - self._host_entries.numel())
-            self._entries = self._runtime.empty(self._work, grown)
-            self._host_entries = self._runtime.pinned(grown)
+            self._entries, self._host_entries = entries, host
         slots = self._make_room(slots, cargo.slot_bytes)
         entries = np.stack(
             [cargo.rows[placement.order], placement.slot * cargo.slot_bytes + placement.offset],
@@ -128,14 +128,15 @@ class Mover:
     def move(self, job: Job, ring: Ring, cargo: Cargo) -> None:
         """Stage all of `cargo`; on return every slot is sent and both streams are idle.
 
-        An error leaves both streams idle, too, and gives back every slot that was not sent.
+        An error leaves both streams idle, too, and gives back every slot that was not sent. One for
+        lack of device memory comes before `live_is_read` is called or anything is sent.
         """
         leased: list[int] = []
         try:
-            if cargo.placement.first_count == 0:
-                cargo.live_is_read()
             if cargo.placement.slots:
                 self._move(job, ring, cargo, leased)
+            else:
+                cargo.live_is_read()
         except BaseException:
             with contextlib.suppress(RuntimeError):
                 self.settle()
@@ -153,6 +154,8 @@ class Mover:
         held = self.load(cargo, halves * per_half)
         if held < halves * per_half:
             per_half, halves = max(1, held // 2), min(held, 2)
+        if placement.first_count == 0:
+            cargo.live_is_read()
         waiting: deque[_Batch] = deque()
         copied: list[Any] = []
 

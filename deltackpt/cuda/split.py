@@ -140,8 +140,8 @@ class SplitStager:
             started = {device: self._start(device, parts, jobs[device]) for device in tuple(parts)}
             if HOST in jobs:
                 results.append(self._host.stage(jobs[HOST], ring))
-            for device, part in parts.items():
-                results.append(part.finish(jobs[device], ring, started[device]))
+            for device in tuple(parts):
+                results.append(self._finish(device, parts, jobs[device], ring, started[device]))
             if landed:
                 results.append(self._landed.stage(_part_of(job, landed, lambda: None), ring))
         except BaseException:
@@ -177,22 +177,45 @@ class SplitStager:
         self._parts.clear()
 
     def _start(self, device: torch.device, parts: dict[torch.device, DevicePart], job: Job) -> Any:
-        """Start a part's detection. One for which its device has no memory left is replaced, for
-        good: to ask for it at every save would have the allocator drop training's cache each time.
-        """
+        """Start a part's detection; on a full device, with a part that needs none of its memory."""
         try:
             return parts[device].start(job, job.marks[device])
         except torch.OutOfMemoryError as error:
-            _log.warning(
-                "%s has no memory left for hashing: from now on, saves copy its whole state to the"
-                " host (%s)",
-                device, error,
-            )  # fmt: skip
-            parts[device].close()
-            plain = CopyStager(self._runtimes[device], seed=self._seed)
-            plain.counters = parts[device].counters  # it goes on counting
-            parts[device] = self._parts[device] = plain
-            return plain.start(job, job.marks[device])
+            return self._without_memory(device, parts, error).start(job, job.marks[device])
+
+    def _finish(
+        self,
+        device: torch.device,
+        parts: dict[torch.device, DevicePart],
+        job: Job,
+        ring: Ring,
+        detection: Any,
+    ) -> Staging:
+        """Finish what :meth:`_start` began; anew where there is no memory to gather anything."""
+        try:
+            return parts[device].finish(job, ring, detection)
+        except torch.OutOfMemoryError as error:
+            plain = self._without_memory(device, parts, error)
+            return plain.finish(job, ring, plain.start(job, job.marks[device]))
+
+    def _without_memory(
+        self,
+        device: torch.device,
+        parts: dict[torch.device, DevicePart],
+        error: torch.OutOfMemoryError,
+    ) -> DevicePart:
+        """Replace a part for which its device has no memory left, for good: to ask for it at every
+        save would have the allocator drop training's cache each time."""
+        _log.warning(
+            "%s has no memory left for hashing: from now on, saves copy its whole state to the"
+            " host (%s)",
+            device, error,
+        )  # fmt: skip
+        parts[device].close()
+        plain = CopyStager(self._runtimes[device], seed=self._seed)
+        plain.counters = parts[device].counters  # it goes on counting
+        parts[device] = self._parts[device] = plain
+        return plain
 
     def _part(self, device: torch.device) -> DevicePart:
         part = self._parts.get(device)

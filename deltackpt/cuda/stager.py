@@ -88,7 +88,10 @@ class DeviceStager:
         return self._detect(job.layout, job.sources, job.table, mark)
 
     def finish(self, job: Job, ring: Ring, detection: Detection) -> Staging:
-        """Wait for detection and stage what changed. As `Stager.stage`."""
+        """Wait for detection and stage what changed. As `Stager.stage`.
+
+        `torch.OutOfMemoryError` comes before anything is sent or unlocked.
+        """
         try:
             return self._finish(job, ring, detection)
         except BaseException:

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from deltackpt_store.errors import StorageError
@@ -231,6 +232,43 @@ def test_a_full_device_is_copied_from(caplog: pytest.LogCaptureFixture) -> None:
         "cuda:1 has no memory left for hashing: from now on, saves copy its whole state to the host"
         " (CUDA out of memory.)"
     ]
+    stager.close()
+
+
+@pytest.mark.parametrize("live", [True, False])
+def test_a_device_without_room_for_one_slot_is_copied_from(
+    live: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Prevents every save failing where there is room to hash and none to move what changed; and
+    live memory that is read again after it was unlocked."""
+    tensors = state() | {"gpu1 e": torch.ones(50_000)}
+    described, ring = Tensors(tensors, chunk_bytes=CHUNK), MemoryRing()
+    known = HostStager(seed=SEED, threads=1).stage(
+        job(described, SplitStager(seed=SEED, threads=1)), MemoryRing()
+    )
+    tensors["gpu1 b"].add_(1)
+    described.sources[2] = msgspec.structs.replace(described.sources[2], live=live)
+    before = whole(tensors)
+    devices, unlocked = Devices(), list[int]()
+    stager = splitter(devices)
+
+    def scribble() -> None:
+        unlocked.append(1)
+        for name in ("gpu0 a", "gpu0 c", "host", "gpu1 e"):
+            tensors[name].fill_(3)
+
+    task = job(described, stager, known.table, unlock=scribble)
+    devices.made[torch.device("cuda", 1)].largest = SLOT
+    staging = stager.stage(task, ring)
+    assert unlocked == [1]
+    assert ring.chunks == {key: data for key, data in before.items() if key[0] == 2}
+    assert staging.devices["cuda:1"].device_bytes == 0
+    assert [record.message for record in caplog.records if "host" in record.message] == [
+        "cuda:1 has no memory left for hashing: from now on, saves copy its whole state to the host"
+        " (CUDA out of memory.)"
+    ]
+    again = stager.stage(job(described, stager, staging.table), MemoryRing())
+    assert again.table.keys() == staging.table.keys()
     stager.close()
 
 
