@@ -57,8 +57,11 @@ class BufferPool:
         with self._lock:
             idle = self._idle.get((device, landing is not None), [])
             idle[:] = [b for b in idle if nbytes <= b.numel() <= 4 * nbytes]
-            if idle:
-                return idle.pop()
+            kept = idle.pop() if idle else None
+        if kept is not None:
+            if kept.is_cuda:  # perhaps another stream's: the allocator then waits for this one, too
+                kept.record_stream(torch.cuda.current_stream(device))
+            return kept
         with torch.inference_mode(False):  # what is made in that mode takes no copy outside of it
             if landing is not None:
                 return landing(nbytes)
@@ -82,7 +85,8 @@ class BufferPool:
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """A buffer taken from a pool; `landed_from` and `arrived` when a device copies into it."""
+    """A buffer taken from a pool; `arrived` when a device copies into it, and `landed_from` which
+    one when that is to host memory."""
 
     buffer: Tensor
     landed_from: torch.device | None = None

@@ -299,10 +299,10 @@ class Plan:
                     pool.full.add(device)
                     landed = extents
                 else:
-                    leases.append(Lease(buffer))
                     held = buffer.numel()
                     versions = self._versions(stay, tensors)
                     self._keep(stay, buffer, starts, tensors, places, sources)
+                    leases.append(Lease(buffer, arrived=None if way is None else way.record()))
                     if way is None:
                         self._settle(stay, versions, tensors, places, sources)
             if way is not None:

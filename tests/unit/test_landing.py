@@ -10,6 +10,7 @@ import copy
 import sys
 import time
 from dataclasses import astuple
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -242,6 +243,27 @@ def test_landing_memory_is_reused_once_it_is_filled(monkeypatch: pytest.MonkeyPa
     assert all(same(found[name], tensor) for name, tensor in state.items())
 
 
+def test_device_memory_is_reused_once_it_is_filled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prevents a save with bytes of one that was given up before its copies had run, where the two
+    were called on different streams."""
+    bench = Bench(monkeypatch, copies=1 << 30)
+
+    held: list[torch.UntypedStorage] = []
+
+    def buffer(*, arrive: bool) -> int:
+        taken = take(dense(), pool=bench.pool)
+        held.extend(source.storage for source in taken.sources.values())
+        assert bench.way.made == []  # nothing lands
+        if arrive:
+            bench.device.synchronize(bench.device.mark())
+        taken.release()
+        return held[-1].data_ptr()
+
+    first = buffer(arrive=True)
+    assert buffer(arrive=False) == first
+    assert buffer(arrive=True) != first
+
+
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("copies", [0, 400_000])
 def test_staged_with_live_memory(monkeypatch: pytest.MonkeyPatch, seed: int, copies: int) -> None:
@@ -309,9 +331,9 @@ def test_a_torn_live_tensor_beside_landed_copies_is_named(monkeypatch: pytest.Mo
         bench.stager.stage(job, MemoryRing())
 
 
-def _simulated(*, seed: int, threads: int) -> SplitStager:
+def _simulated(device: LateStreams, *, seed: int, threads: int) -> SplitStager:
     return SplitStager(
-        seed=seed, threads=threads, runtime=lambda _: LateStreams(ModelKernels()),
+        seed=seed, threads=threads, runtime=lambda _: device,
         device_of=lambda source: GPU,
         make=lambda runtime: DeviceStager(runtime, seed=seed, gather_bytes=1 << 20),
     )  # fmt: skip
@@ -332,8 +354,8 @@ def test_figures_are_those_of_the_memory_model(
 
     def figures(run: str, state: dict[str, Any]) -> DeviceFigures:
         """Of the second save, with no change."""
-        Bench(monkeypatch, copies=300_000)
-        monkeypatch.setattr("deltackpt.pipeline.SplitStager", _simulated)
+        bench = Bench(monkeypatch, copies=300_000)
+        monkeypatch.setattr("deltackpt.pipeline.SplitStager", partial(_simulated, bench.device))
         with deltackpt.Checkpointer(tmp_path, state, run=run, writer="thread", rng=False,
                                     final=False, chunk_bytes=65536) as ckpt:  # fmt: skip
             optimizer.step()
