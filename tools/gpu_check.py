@@ -1,28 +1,37 @@
 """Everything about GPUs that only a GPU can show, in one command of under 10 minutes.
 
-    python tools/gpu_check.py [--only hash,copy,train,peers,multi] [--out FILE] [--dry]
+    python tools/gpu_check.py [--only hash,tests,copy] [--out FILE] [--dry]
 
 Run it from a checkout (nothing need be installed but the packages below). The result file is
 docs/benchmarks/gpu-<name of the device>.json unless `--out` names another. Each section runs in a
 process of its own, so that a device error, a crash or a hang ends that section alone, and writes
 each figure into the result file at once; run again with `--only` for those that are missing, the
-others are kept. Exit code 1, and a line in capitals, when anything is wrong: a hash that differs
-from xxhash's, a restored byte that differs, a context on an unused device, a section that died.
+others are kept. Within a section, too, what fails leaves the rest to go on. Exit code 1, and a line
+in capitals, when anything is wrong: a hash that differs from xxhash's, a restored byte that
+differs, a test that fails, a context on an unused device, a section that died. Warnings that the
+library logged are in the result, under "warnings": a figure of a save that had to copy all is none
+of the kernels.
 
-`hash`   every kernel path against xxhash; bandwidth by chunk size and kernel variant, beside a
-         device copy and a plain read; thousands of tiny tensors; tensors at odd addresses
-`copy`   page-locking the ring; slot-sized copies, one large copy, a kernel writing straight to the
-         host; staging of a dense and of a 1 % changed state; what staging costs a matmul loop
-`train`  a transformer with AdamW: stall and slowdown of saves every step and every tenth, mostly
-         frozen and dense; a restore that is compared bit for bit
-`peers`  the same state through torch.save, DCP's async_save and a full pinned copy
-`multi`  states on two devices, and no context on a device that is not used
+In this order, what matters most first:
 
-`--dry` runs all sections at toy sizes on the CPU, kernels under Triton's interpreter: it shows that
-the tool works, its figures mean nothing.
+`hash`      every kernel path against xxhash; bandwidth by chunk size, beside a device copy and a
+            plain read; thousands of tiny tensors; tensors at odd addresses
+`tests`     all of tests/gpu, each test in a process of its own (needs pytest)
+`stage`     staging of a dense and of a 1 % changed state; what it costs a matmul loop
+`train`     a transformer with AdamW: stall and slowdown of saves every step and every tenth, mostly
+            frozen and dense; a restore that is compared bit for bit
+`multi`     states on two devices, and no context on a device that is not used
+`copy`      page-locking the ring; slot-sized copies, one large copy, a kernel writing straight to
+            the host
+`peers`     the same state through torch.save, DCP's async_save and a full pinned copy
+`variants`  other ways to compile the sweep
+
+Sizes follow the memory and the disk that there are. `--dry` runs all sections at toy sizes on the
+CPU, kernels under Triton's interpreter: it shows that the tool works, its figures mean nothing.
 
 Needs torch >= 2.11 (a CUDA or ROCm build, which brings triton 3.6 or newer) and these wheels, to be
-carried along where there is no network: numpy xxhash lz4 zstandard lmdb blake3 msgspec click.
+carried along where there is no network: numpy xxhash lz4 zstandard lmdb blake3 msgspec click. The
+section `tests` needs pytest, too. What is missing is told at once, before anything runs.
 Triton needs a C compiler and Python's headers (gcc, python3-dev). No network and no nvcc is used.
 """
 
@@ -35,7 +44,9 @@ import argparse
 import contextlib
 import dataclasses
 import importlib
+import importlib.util
 import json
+import logging
 import os
 import platform
 import re
@@ -43,17 +54,23 @@ import shutil
 import statistics
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import threading
 import time
 import traceback
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "store")]
 
-SECTIONS = ("hash", "copy", "train", "peers", "multi")
+SECTIONS = ("hash", "tests", "stage", "train", "multi", "copy", "peers", "variants")
+PACKAGES = ("torch", "numpy", "xxhash", "lz4", "zstandard", "lmdb", "blake3", "msgspec", "click")
+if missing := [name for name in PACKAGES if importlib.util.find_spec(name) is None]:
+    sys.exit(f"not installed: {' '.join(missing)}")
 DRY = "--dry" in sys.argv
 if DRY:  # before triton is imported
     os.environ["TRITON_INTERPRET"] = "1"
@@ -91,6 +108,8 @@ class Check:
         self.device = torch.device("cpu") if DRY else torch.device("cuda", 0)
         self.result: dict[str, Any] = {"sections": {}}
         self.section: dict[str, Any] = {}
+        self.wrong: list[str] = []
+        """What has gone wrong in this section."""
         self.load()
 
     def load(self) -> None:
@@ -108,6 +127,23 @@ class Check:
 
     def size(self, real: int, dry: int) -> int:
         return dry if DRY else real
+
+    def room(self, real: int, dry: int) -> int:
+        """Bytes of device memory to work on: `real`, or a quarter of what is free."""
+        if DRY:
+            return dry
+        return min(real, torch.cuda.mem_get_info(self.device)[0] // 4) & -MIB
+
+    def part(self, what: str, action: Callable[..., Any], *arguments: Any) -> Any:
+        """Do a part of a section; when it fails, that is told and noted, and None is the result."""
+        try:
+            return action(*arguments)
+        except Exception as error:
+            self.wrong.append(f"{what}: {type(error).__name__}: {error}")
+            print(f"  FAILED: {self.wrong[-1]}", flush=True)
+            if not isinstance(error, WrongError):
+                traceback.print_exc()
+            return None
 
     def put(self, name: str, value: Any) -> None:
         shown = f"{value:.4g}" if isinstance(value, float) else value
@@ -176,6 +212,8 @@ def environment(device: torch.device) -> dict[str, Any]:
         "dry": DRY, "torch": torch.__version__, "triton": triton,
         "python": platform.python_version(), "cuda": torch.version.cuda, "hip": torch.version.hip,
         "numpy": np.__version__, "deltackpt": deltackpt.__version__, "cores": os.cpu_count(),
+        "compiler": os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang"),
+        "headers": os.path.exists(os.path.join(sysconfig.get_paths()["include"], "Python.h")),
     }  # fmt: skip
     if not DRY:
         properties = torch.cuda.get_device_properties(device)
@@ -248,41 +286,55 @@ def verify(hasher: Hasher, memory: torch.Tensor, chunk: int, what: str) -> None:
 
 
 def section_hash(check: Check) -> None:
+    check.part("self-test", self_test, check)
+    check.part("random pieces", random_pieces, check)
     runtime = check.runtime()
+    total = check.room(8 * GIB, 96 * 1024)
+    memory = check.memory(total)
+    read_rate = check.part("plain rates", plain_rates, check, memory) or float("nan")
+    for chunk in (16, 64, 256, 1024, 4096):
+        check.part(f"{chunk} KiB chunks", hash_rate, check, memory, chunk, read_rate)
+
+    def skewed() -> None:
+        memory_at_8 = memory[8 : total - 8]
+        stream, hasher = hashing(runtime, [(total - 16, 262144)], [memory_at_8.data_ptr()])
+        rate = total / check.seconds(stream, hasher.detect) / 1e9
+        check.put("hash at address 8 modulo 16, GB/s", rate)
+        verify(hasher, memory_at_8, 262144, "address 8 modulo 16")
+
+    check.part("address 8 modulo 16", skewed)
+    check.part("tiny tensors", tiny_tensors, check, runtime, memory)
+
+
+def self_test(check: Check) -> None:
     began = time.perf_counter()
-    wrong = selftest.check_device(runtime, seed=SEED)
+    wrong = selftest.check_device(check.runtime(), seed=SEED)
     if wrong:
-        raise WrongError(f"self-test: {len(wrong)} faults, first {wrong[0]}")
+        raise WrongError(f"{len(wrong)} faults: {wrong[:20]}")
     check.put("self-test", "all digests equal xxhash's")
     check.put("self-test and compilation (if not cached), s", time.perf_counter() - began)
+
+
+def random_pieces(check: Check) -> None:
     rng = np.random.default_rng()
     count, longest = check.size(3000, 8), check.size(600_000, 4000)
     pieces = [(int(longest * rng.random() ** 3) + 1, int(rng.integers(16))) for _ in range(count)]
     for seed in (0, 2**64 - 1, int(rng.integers(2**63))):
-        wrong = selftest.hash_pieces(runtime, pieces, seed=seed, data_seed=seed % 1000)
+        wrong = selftest.hash_pieces(check.runtime(), pieces, seed=seed, data_seed=seed % 1000)
         if wrong:
-            raise WrongError(f"random pieces, seed {seed}: {len(wrong)} wrong, first {wrong[0]}")
+            raise WrongError(f"seed {seed}: {len(wrong)} wrong: {wrong[:20]}")
     check.put("random pieces that equal xxhash", 3 * count)
 
-    total = check.size(8 * GIB, 96 * 1024)
-    memory = check.memory(total)
-    read_rate = plain_rates(check, memory)
-    for chunk in (16, 64, 256, 1024, 4096):
-        nbytes = min(chunk * 1024, check.size(GIB, 65536))
-        stream, hasher = hashing(runtime, [(total, nbytes)], [memory.data_ptr()])
-        rate = total / check.seconds(stream, hasher.detect) / 1e9
-        check.put(f"hash, {chunk} KiB chunks, GB/s", rate)
-        check.put(f"hash, {chunk} KiB chunks, of the plain read", rate / read_rate)
-        if chunk in (64, 256):
-            verify(hasher, memory, nbytes, f"{chunk} KiB chunks")
-    skewed = memory[8 : total - 8]
-    stream, hasher = hashing(runtime, [(total - 16, 262144)], [skewed.data_ptr()])
+
+def hash_rate(check: Check, memory: torch.Tensor, chunk: int, read_rate: float) -> None:
+    total = memory.numel()
+    nbytes = min(chunk * 1024, check.size(GIB, 65536))
+    stream, hasher = hashing(check.runtime(), [(total, nbytes)], [memory.data_ptr()])
     rate = total / check.seconds(stream, hasher.detect) / 1e9
-    check.put("hash at address 8 modulo 16, GB/s", rate)
-    verify(hasher, skewed, 262144, "address 8 modulo 16")
-    tiny_tensors(check, runtime, memory)
-    if not DRY and torch.version.hip is None:  # they are for warps of 32 lanes
-        compare_variants(check, memory)
+    check.put(f"hash, {chunk} KiB chunks, GB/s", rate)
+    check.put(f"hash, {chunk} KiB chunks, of the plain read", rate / read_rate)
+    if chunk in (64, 256):
+        verify(hasher, memory, nbytes, f"{chunk} KiB chunks")
 
 
 def plain_rates(check: Check, memory: torch.Tensor) -> float:
@@ -312,20 +364,30 @@ def tiny_tensors(check: Check, runtime: Any, memory: torch.Tensor) -> None:
     check.put("the same with the list read back, us", check.clock(small_save) * 1e6)
 
 
-def compare_variants(check: Check, memory: torch.Tensor) -> None:
-    total = memory.numel()
+def section_variants(check: Check) -> None:
+    if DRY or torch.version.hip is not None:
+        check.put("not run: for warps of 32 lanes on a device", True)
+        return
+    memory = check.memory(check.room(8 * GIB, 0))
     for name, kernels in variants().items():
-        blocks = kernels["sweep"].constants["BLOCKS"]
         for scratch in (64, 128):
-            if check.late("more kernel variants", 240):
+            if check.late("more kernel variants", 30):
                 return
-            stream, hasher = hashing(
-                check.runtime(kernels), [(total, 262144)], [memory.data_ptr()], blocks,
-                scratch * MIB,
-            )  # fmt: skip
-            taken = check.seconds(stream, hasher.detect)
-            verify(hasher, memory, 262144, name)
-            check.put(f"variant {name}, {scratch} MiB scratch, GB/s", total / taken / 1e9)
+            what = f"variant {name}, {scratch} MiB scratch"
+            check.part(what, variant, check, memory, kernels, scratch, what)
+
+
+def variant(
+    check: Check, memory: torch.Tensor, kernels: dict[str, specs.KernelSpec], scratch: int,
+    what: str,
+) -> None:  # fmt: skip
+    stream, hasher = hashing(
+        check.runtime(kernels), [(memory.numel(), 262144)], [memory.data_ptr()],
+        kernels["sweep"].constants["BLOCKS"], scratch * MIB,
+    )  # fmt: skip
+    taken = check.seconds(stream, hasher.detect)
+    verify(hasher, memory, 262144, what)
+    check.put(f"{what}, GB/s", memory.numel() / taken / 1e9)
 
 
 # copy --------------------------------------------------------------------------------------------
@@ -385,11 +447,9 @@ def section_copy(check: Check) -> None:
     check.put("page-locking shared memory", "; ".join(map(str, reasons)) or "works")
     check.put("page-locking shared memory, GB/s", slots * slot_bytes / taken / 1e9)
     if not reasons:
-        copies(check, runtime, ring, slots)
+        check.part("copies", copies, check, runtime, ring, slots)
         for slot in range(slots):
             runtime.unlock(ring.view(slot))
-    if not check.late("staging", 100):
-        staging(check, runtime, ring)
 
 
 def copies(check: Check, runtime: Any, ring: EndlessRing, slots: int) -> None:
@@ -443,10 +503,12 @@ def copies(check: Check, runtime: Any, ring: EndlessRing, slots: int) -> None:
     arrived("a kernel's writes")
 
 
-def staging(check: Check, runtime: Any, ring: EndlessRing) -> None:
+def section_stage(check: Check) -> None:
     """The stager as saves use it, with a writer that takes no time."""
+    runtime = check.runtime()
+    ring = EndlessRing(check.size(256, 6), check.size(4 * MIB, 32768))
     chunk = check.size(256 * 1024, 16384)
-    state = {"a": check.memory(check.size(8 * GIB, 100_000)), "b": check.memory(1000)}
+    state = {"a": check.memory(check.room(8 * GIB, 100_000)), "b": check.memory(1000)}
     nbytes = sum(tensor.numel() for tensor in state.values())
     stager = DeviceStager(runtime, seed=SEED)
     unlocked: list[float] = []
@@ -475,7 +537,10 @@ def staging(check: Check, runtime: Any, ring: EndlessRing) -> None:
             raise WrongError(f"nothing changed, {result.changed_chunks} chunks were found")
         tables.append(result.table)
 
-    check.put("staging an unchanged state, ms", check.clock(unchanged) * 1e3)
+    def unchanged_ms() -> None:
+        check.put("staging an unchanged state, ms", check.clock(unchanged) * 1e3)
+
+    check.part("staging an unchanged state", unchanged_ms)
     changed = max(1, nbytes // chunk // 100)
     state["a"][: changed * chunk : chunk] ^= 1
     check.sync()
@@ -484,14 +549,14 @@ def staging(check: Check, runtime: Any, ring: EndlessRing) -> None:
     check.put("staging 1 % changed, ms", (time.perf_counter() - began) * 1e3)
     check.put("staging 1 % changed, ms until unlocked", (unlocked[-1] - began) * 1e3)
     if result.changed_chunks != changed:
-        raise WrongError(f"{changed} chunks changed, {result.changed_chunks} were found")
+        check.wrong.append(f"{changed} chunks changed, {result.changed_chunks} were found")
     if not DRY and not check.late("overlap", 60):
-        check.put("slowdown of a matmul loop by dense staging", overlap(check, lambda: save({})))
+        check.part("overlap", overlap, check, lambda: save({}))
     stager.close()
 
 
-def overlap(check: Check, action: Any) -> float:
-    """Time of a matmul loop while `action` repeats in another thread, over its time alone."""
+def overlap(check: Check, action: Any) -> None:
+    """Time of a matmul loop while staging repeats in another thread, over its time alone."""
     a = torch.randn(8192, 8192, device=check.device, dtype=torch.bfloat16)
 
     def work() -> None:
@@ -506,15 +571,17 @@ def overlap(check: Check, action: Any) -> float:
         while not stop.is_set():
             action()
 
-    thread = threading.Thread(target=repeat)
-    thread.start()
-    began = time.perf_counter()
-    work()
-    torch.cuda.current_stream(check.device).synchronize()
-    taken = time.perf_counter() - began
-    stop.set()
-    thread.join()
-    return taken / alone
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(repeat)
+        try:
+            began = time.perf_counter()
+            work()
+            torch.cuda.current_stream(check.device).synchronize()
+            taken = time.perf_counter() - began
+        finally:
+            stop.set()
+        done.result()
+    check.put("slowdown of a matmul loop by dense staging", taken / alone)
 
 
 # train and peers ---------------------------------------------------------------------------------
@@ -525,7 +592,10 @@ class Training:
 
     def __init__(self, check: Check, *, frozen: bool) -> None:
         torch.manual_seed(1)
-        width, layers = check.size(1536, 32), check.size(12, 2)
+        width, layers = check.size(1536, 32), 2
+        if not DRY:  # the whole takes 12 layers, 24 GiB of device memory and of files
+            free = min(torch.cuda.mem_get_info(check.device)[0], room_for_files()[1])
+            layers = max(2, min(12, 12 * free // FILES_BYTES))
         self.device, self.width, self.batch = check.device, width, check.size(16, 2)
         layer = nn.TransformerEncoderLayer(width, 4, 4 * width, batch_first=True, dropout=0.0)
         self.model = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
@@ -562,42 +632,46 @@ def loop(check: Check, training: Training, steps: int, after: Any) -> float:
 
 
 def section_train(check: Check) -> None:
-    steps = check.size(30, 2)
     for frozen, every in ((True, 1), (False, 10)):
         if check.late("training", 90):
             return
         kind = "one layer trained, save every step" if frozen else "dense, save every 10 steps"
-        training = Training(check, frozen=frozen)
-        loop(check, training, 3, lambda number: None)
-        alone = loop(check, training, steps, lambda number: None)
-        with tempfile.TemporaryDirectory(dir=room_for_files()) as folder:
-            ckpt = deltackpt.Checkpointer(folder, training.state, every=every, final=False)
-            handles: list[Any] = []
-            with ckpt:
-                ckpt.save(0).result(300)
+        check.part(kind, train, check, kind, frozen, every)
 
-                def after(number: int, ckpt: Any = ckpt, handles: Any = handles) -> None:
-                    save = ckpt.step(number + 1)
-                    if save is not None:
-                        handles.append(save)
 
-                saving = loop(check, training, max(steps, every), after)
-                reports = [handle.result(300) for handle in handles]
-                last = ckpt.save(10_000).result(300)
-            stalls = [report.stall_seconds for report in reports]
-            check.put(f"{kind}: state, MB", training.nbytes / 1e6)
-            check.put(f"{kind}: step alone, ms", alone * 1e3)
-            check.put(f"{kind}: slowdown", saving / alone)
-            check.put(f"{kind}: stall per save, median ms", statistics.median(stalls) * 1e3)
-            check.put(f"{kind}: stall per save, largest ms", max(stalls) * 1e3)
-            staged = statistics.median(r.staged_seconds for r in reports)
-            check.put(f"{kind}: staged, median ms", staged * 1e3)
-            changed = statistics.median(r.changed_bytes for r in reports) / training.nbytes
-            check.put(f"{kind}: part of the state that changed", changed)
-            figures = {name: dataclasses.asdict(f) for name, f in last.devices.items()}
-            check.put(f"{kind}: device figures", figures)
-            compare(training, folder)
-        check.put(f"{kind}: restored bit for bit", True)
+def train(check: Check, kind: str, frozen: bool, every: int) -> None:
+    steps = check.size(30, 2)
+    training = Training(check, frozen=frozen)
+    loop(check, training, 3, lambda number: None)
+    alone = loop(check, training, steps, lambda number: None)
+    with tempfile.TemporaryDirectory(dir=room_for_files()[0]) as folder:
+        ckpt = deltackpt.Checkpointer(folder, training.state, every=every, final=False)
+        handles: list[Any] = []
+        with ckpt:
+            ckpt.save(0).result(300)
+
+            def after(number: int) -> None:
+                save = ckpt.step(number + 1)
+                if save is not None:
+                    handles.append(save)
+
+            saving = loop(check, training, max(steps, every), after)
+            reports = [handle.result(300) for handle in handles]
+            last = ckpt.save(10_000).result(300)
+        stalls = [report.stall_seconds for report in reports]
+        check.put(f"{kind}: state, MB", training.nbytes / 1e6)
+        check.put(f"{kind}: step alone, ms", alone * 1e3)
+        check.put(f"{kind}: slowdown", saving / alone)
+        check.put(f"{kind}: stall per save, median ms", statistics.median(stalls) * 1e3)
+        check.put(f"{kind}: stall per save, largest ms", max(stalls) * 1e3)
+        staged = statistics.median(r.staged_seconds for r in reports)
+        check.put(f"{kind}: staged, median ms", staged * 1e3)
+        changed = statistics.median(r.changed_bytes for r in reports) / training.nbytes
+        check.put(f"{kind}: part of the state that changed", changed)
+        figures = {name: dataclasses.asdict(f) for name, f in last.devices.items()}
+        check.put(f"{kind}: device figures", figures)
+        compare(training, folder)
+    check.put(f"{kind}: restored bit for bit", True)
 
 
 def compare(training: Training, folder: str) -> None:
@@ -616,18 +690,21 @@ def same(live: torch.Tensor, loaded: torch.Tensor, name: str) -> None:
         raise WrongError(f"{name} was restored with other bytes")
 
 
-def room_for_files() -> str:
-    """Where files cost least, so that the disk does not decide: /dev/shm, where that is large
-    enough (in a container it often is not)."""
+def room_for_files() -> tuple[str, int]:
+    """Where files cost least, so that the disk does not decide, and the bytes that are free there:
+    /dev/shm, where that is large enough (in a container it often is not)."""
     places = [tempfile.gettempdir()] if DRY else ["/dev/shm", tempfile.gettempdir()]
+    found: list[tuple[str, int]] = []
     for place in places:
         with contextlib.suppress(OSError):
-            if DRY or shutil.disk_usage(place).free >= FILES_BYTES:
-                return place
-    raise OSError(f"no {FILES_BYTES >> 30} GiB free in any of {', '.join(places)} (see TMPDIR)")
+            found.append((place, shutil.disk_usage(place).free))
+    if not found:
+        raise OSError(f"none of {', '.join(places)} can be used for files (see TMPDIR)")
+    enough = [one for one in found if one[1] >= FILES_BYTES]
+    return enough[0] if enough else max(found, key=lambda one: one[1])
 
 
-def full_copy(check: Check, tensors: list[torch.Tensor]) -> float:
+def full_copy(check: Check, tensors: list[torch.Tensor]) -> None:
     runtime = check.runtime()
     landing = [runtime.pinned(t.nbytes).view(t.dtype).view(t.shape) for t in tensors]
 
@@ -636,7 +713,11 @@ def full_copy(check: Check, tensors: list[torch.Tensor]) -> float:
             target.copy_(tensor, non_blocking=True)
 
     copy()
-    return check.clock(copy)
+    check.put("full copy to pinned memory, ms", check.clock(copy) * 1e3)
+
+
+def torch_save(check: Check, states: Any, path: Path) -> None:
+    check.put("torch.save, ms", check.clock(lambda: torch.save(states, path)) * 1e3)
 
 
 def dcp_stall(check: Check, states: Any, folder: str) -> float:
@@ -661,43 +742,56 @@ def section_peers(check: Check) -> None:
     for entry in training.optimizer.state.values():
         tensors += [v for v in entry.values() if v.device == check.device and v.numel() > 1]
     check.put("state, MB", training.nbytes / 1e6)
-    check.put("full copy to pinned memory, ms", full_copy(check, tensors) * 1e3)
-    with tempfile.TemporaryDirectory(dir=room_for_files()) as folder:
+    check.part("full copy", full_copy, check, tensors)
+    with tempfile.TemporaryDirectory(dir=room_for_files()[0]) as folder:
+        if not check.late("deltackpt", 30):
+            check.part("deltackpt", dense_saves, check, training, folder)
         states = {name: thing.state_dict() for name, thing in training.state.items()}
         path = Path(folder) / "state.pt"
-        check.put("torch.save, ms", check.clock(lambda: torch.save(states, path)) * 1e3)
-        path.unlink()
+        if not check.late("torch.save", 40):
+            check.part("torch.save", torch_save, check, states, path)
+            path.unlink(missing_ok=True)
         if check.late("DCP", 40):
             return
         try:
             check.put("DCP async_save, stall, ms", dcp_stall(check, states, folder) * 1e3)
         except Exception as error:  # no fault of what is checked here
             check.put("DCP async_save", f"{type(error).__name__}: {error}")
-        if check.late("deltackpt", 30):
-            return
-        with deltackpt.Checkpointer(os.path.join(folder, "store"), training.state, final=False,
-                                    codec="none") as ckpt:  # fmt: skip
-            ckpt.save(0).result(300)
-            stalls: list[float] = []
-            staged: list[float] = []
-            for number in range(1, 4):
-                training.step()  # the lock is waited for in the optimizer's step
-                save = ckpt.save(number)
-                training.step()
-                report = save.result(300)
-                stalls.append(report.stall_seconds)
-                staged.append(report.staged_seconds)
-        check.put("deltackpt, all changed, stall, ms", statistics.median(stalls) * 1e3)
-        check.put("deltackpt, all changed, staged, ms", statistics.median(staged) * 1e3)
+
+
+def dense_saves(check: Check, training: Training, folder: str) -> None:
+    stalls: list[float] = []
+    staged: list[float] = []
+    store = os.path.join(folder, "store")
+    with deltackpt.Checkpointer(store, training.state, final=False, codec="none") as ckpt:
+        ckpt.save(0).result(300)
+        for number in range(1, 4):
+            training.step()  # the lock is waited for in the optimizer's step
+            save = ckpt.save(number)
+            training.step()
+            report = save.result(300)
+            stalls.append(report.stall_seconds)
+            staged.append(report.staged_seconds)
+    shutil.rmtree(store)
+    check.put("deltackpt, all changed, stall, ms", statistics.median(stalls) * 1e3)
+    check.put("deltackpt, all changed, staged, ms", statistics.median(staged) * 1e3)
 
 
 # multi -------------------------------------------------------------------------------------------
 
 
-def contexts() -> list[int]:
-    """Devices on which this process holds a context."""
-    held: Any = torch._C
-    return [i for i in range(torch.cuda.device_count()) if held._cuda_hasPrimaryContext(i)]
+UNUSED = """
+import sys, tempfile, torch
+sys.path[:0] = sys.argv[1:3]
+import deltackpt
+state = {"w": torch.randn(1 << 22, device="cuda:1")}
+with tempfile.TemporaryDirectory() as folder:
+    with deltackpt.Checkpointer(folder, state, final=False) as ckpt:
+        ckpt.save(0).result(300)
+    got = deltackpt.load(folder)["w"]
+assert torch.equal(got.cpu(), state["w"].cpu())
+assert not torch._C._cuda_hasPrimaryContext(0), "a context on device 0"
+"""
 
 
 def section_multi(check: Check) -> None:
@@ -706,22 +800,20 @@ def section_multi(check: Check) -> None:
     if devices < 2:
         check.put("not run: needs two devices", True)
         return
-    code = (
-        "import sys, tempfile, torch; sys.path[:0] = sys.argv[1:3]\n"
-        "import deltackpt\n"
-        "state = {'w': torch.randn(1 << 22, device='cuda:1')}\n"
-        "with tempfile.TemporaryDirectory() as folder:\n"
-        "    with deltackpt.Checkpointer(folder, state, final=False) as ckpt:\n"
-        "        ckpt.save(0).result(300)\n"
-        "    got = deltackpt.load(folder)['w']\n"
-        "assert torch.equal(got.cpu(), state['w'].cpu())\n"
-        "assert not torch._C._cuda_hasPrimaryContext(0), 'a context on device 0'\n"
-    )
+    check.part("a state on cuda:1 alone", unused, check)
+    check.part("states on several devices", several, check, devices)
+
+
+def unused(check: Check) -> None:
+    """In a process that has asked nothing of device 0."""
     paths = [str(ROOT), str(ROOT / "store")]
-    done = subprocess.run([sys.executable, "-c", code, *paths], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", UNUSED, *paths], capture_output=True, text=True)
     if done.returncode:
-        raise WrongError(f"state on cuda:1 alone: {done.stderr[-500:]}")
+        raise WrongError(done.stderr[-500:])
     check.put("no context on an unused device", True)
+
+
+def several(check: Check, devices: int) -> None:
     state = {f"w{i}": torch.randn(1 << 24, device=f"cuda:{i}") for i in range(devices)}
     with tempfile.TemporaryDirectory() as folder:
         with deltackpt.Checkpointer(folder, state, final=False) as ckpt:
@@ -733,8 +825,56 @@ def section_multi(check: Check) -> None:
             raise WrongError(f"one chunk per device changed, found {report.changed_chunks}")
         for name, tensor in state.items():
             same(tensor, deltackpt.load(folder)[name], name)
-    check.put("contexts", contexts())
     check.put("states on several devices", "restored bit for bit")
+
+
+# tests -------------------------------------------------------------------------------------------
+
+
+TEST_SECONDS = 150
+
+
+def section_tests(check: Check) -> None:
+    if importlib.util.find_spec("pytest") is None:
+        raise WrongError("pytest is not installed")
+    found = pytest("--collect-only", "-q", "tests/gpu")
+    names = [line for line in found.stdout.splitlines() if "::" in line]
+    if not names:
+        raise WrongError(f"no test was found: {(found.stdout + found.stderr)[-2000:]}")
+    if DRY:
+        names = [name for name in names if "restored" in name]
+
+    def run(name: str) -> tuple[str, str]:
+        if check.deadline - time.monotonic() < 20:
+            return name, "not run: no time is left"
+        try:
+            done = pytest("-q", "-rs", name)
+        except subprocess.TimeoutExpired:
+            return name, f"not done in {TEST_SECONDS} s"
+        if done.returncode:
+            return name, f"code {done.returncode}: {(done.stdout + done.stderr)[-3000:]}"
+        return name, "skipped" if " skipped" in done.stdout.splitlines()[-1] else "passed"
+
+    with ThreadPoolExecutor(max(1, min(4, (os.cpu_count() or 1) // 2))) as pool:
+        for name, outcome in pool.map(run, names):
+            check.put(name, outcome)
+            if outcome not in ("passed", "skipped"):
+                check.wrong.append(name)
+
+
+def pytest(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run pytest without the project's settings, which ask for its plugins and forbid warnings."""
+    command = [sys.executable, "-m", "pytest", "-c", os.devnull, "--rootdir", str(ROOT),
+               "--import-mode=importlib", "-o", f"pythonpath={ROOT / 'tests' / 'support'}",
+               "-p", "no:cacheprovider"]  # fmt: skip
+    environment = dict(os.environ, PYTHONPATH=os.pathsep.join([str(ROOT), str(ROOT / "store")]))
+    environment.pop("TRITON_INTERPRET", None)
+    if DRY:
+        environment["DELTACKPT_TEST_DEVICE"] = "cpu"
+    return subprocess.run(
+        [*command, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True,
+        check=False, timeout=TEST_SECONDS,
+    )  # fmt: skip
 
 
 def default_out() -> Path:
@@ -745,24 +885,38 @@ def default_out() -> Path:
     return ROOT / "docs" / "benchmarks" / f"gpu-{slug}.json"
 
 
+class Warnings(logging.Handler):
+    """Keeps what the library warns of in the section's result."""
+
+    def __init__(self, check: Check) -> None:
+        super().__init__(logging.WARNING)
+        self.check = check
+
+    def emit(self, record: logging.LogRecord) -> None:
+        known = self.check.section.setdefault("warnings", [])
+        if record.getMessage() not in known:
+            known.append(record.getMessage())
+            print(f"  WARNING: {record.getMessage()}", flush=True)
+
+
 def run_here(check: Check, name: str) -> bool:
     """Run one section, report it, and tell whether all was well."""
     print(f"{name}:", flush=True)
     check.begin(name)
+    logging.getLogger("deltackpt").addHandler(Warnings(check))
     began = time.monotonic()
-    outcome: dict[str, Any] = {"ok": True}
+    check.wrong.clear()
     try:
         check.result["environment"] = environment(check.device)
-        globals()[f"section_{name}"](check)
     except Exception as error:
-        outcome = {"ok": False, "error": f"{type(error).__name__}: {error}"}
-        print(f"  FAILED: {outcome['error']}", flush=True)
-        if not isinstance(error, WrongError):
-            traceback.print_exc()
+        check.wrong.append(f"environment: {error}")
+    check.part(name, globals()[f"section_{name}"], check)
     del check.section["error"]
-    check.section.update(outcome, seconds=time.monotonic() - began)
+    if check.wrong:
+        check.section["error"] = "; ".join(check.wrong)
+    check.section.update(ok=not check.wrong, seconds=time.monotonic() - began)
     check.save()
-    return outcome["ok"]
+    return not check.wrong
 
 
 def command(check: Check, name: str) -> list[str]:

@@ -15,7 +15,10 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "ptx"))
 
 import device_checks
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.filterwarnings("default"),  # torch's and the compiler's, about the device
+]
 
 KIB = 1024
 

@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import deltackpt_store as store_package
 import pytest
 import torch
 from deltackpt_store.errors import DeltackptError, StateError
@@ -18,12 +20,16 @@ from saving import saved
 from torch import nn
 
 import deltackpt
+from deltackpt.capture import BufferPool, capture
 
 DEVICE = os.environ.get("DELTACKPT_TEST_DEVICE", "cuda")
 HAVE = DEVICE == "cpu" or torch.cuda.is_available()
 GPU = torch.cuda.is_available()
 
-pytestmark = pytest.mark.skipif(not HAVE, reason="needs a CUDA device")
+pytestmark = [
+    pytest.mark.skipif(not HAVE, reason="needs a CUDA device"),
+    pytest.mark.filterwarnings("default"),  # torch's and the compiler's, about the device
+]
 gpu_only = pytest.mark.skipif(not GPU, reason="needs a CUDA device")
 two_gpus = pytest.mark.skipif(
     not GPU or torch.cuda.device_count() < 2, reason="needs two CUDA devices"
@@ -83,19 +89,247 @@ def test_every_step_is_the_instant_of_its_call(tmp_path: Path, adam: dict[str, A
         training.check(tmp_path, step, values)
 
 
-def test_restored_and_continued(tmp_path: Path) -> None:
-    training = Training()
+def run_alone(code: str, *arguments: object, **environment: str) -> str:
+    """What a process of its own prints, which must end well."""
+    paths = [str(Path(deltackpt.__file__).parents[1]), str(Path(store_package.__file__).parents[1])]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True,
+        env=dict(os.environ, PYTHONPATH=os.pathsep.join(paths), **environment),
+        check=False, timeout=140,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def side_stream() -> Any:
+    """A stream of its own to work on, where the device has such."""
+    return torch.cuda.stream(torch.cuda.Stream()) if GPU else contextlib.nullcontext()
+
+
+@pytest.mark.parametrize("low_memory", [False, True])
+@pytest.mark.parametrize(
+    "adam",
+    [{}, {"foreach": True}, {"fused": True}, pytest.param({"capturable": True}, marks=gpu_only)],
+    ids=str,
+)
+def test_restored_and_continued(tmp_path: Path, adam: dict[str, Any], low_memory: bool) -> None:
+    """Prevents values that are still on their way when a restore returns, and steps that an
+    optimizer keeps on the device restored elsewhere."""
+    training = Training(**adam)
     with checkpointer(tmp_path, training.state) as ckpt:
         training.step()
         ckpt.save(1).result(120)
-    again = Training()
+    again = Training(**adam)
     again.step()
+    if GPU:
+        torch.cuda.synchronize()
     with checkpointer(tmp_path, again.state) as ckpt:
-        ckpt.restore()
+        with side_stream():
+            ckpt.restore(low_memory=low_memory)
         for name, value in training.copy().items():
-            assert torch.equal(again.copy()[name], value), name
+            found = again.copy()[name]
+            assert torch.equal(found, value), name
+            assert found.device == value.device, name
         report = ckpt.save(2).result(120)
     assert report.changed_chunks == 0
+    again.step()  # the optimizer takes what it was given
+
+
+@gpu_only
+def test_saves_use_the_kernels_and_the_locked_ring(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Prevents tests that pass because everything is copied instead, and a writer that takes
+    memory on the device."""
+    training = Training()
+    training.step()
+    with deltackpt.Checkpointer(tmp_path, training.state, final=False) as ckpt:
+        first = ckpt.save(0).result(120)
+        training.step()
+        second = ckpt.save(1).result(120)
+        children = [
+            pid for task in Path("/proc/self/task").iterdir()
+            for pid in (task / "children").read_text().split()
+        ]  # fmt: skip
+        writers = [
+            pid for pid in children if "deltackpt" in Path(f"/proc/{pid}/cmdline").read_text()
+        ]
+        assert writers
+        for pid in writers:
+            assert "libcuda" not in Path(f"/proc/{pid}/maps").read_text()
+    for report in (first, second):
+        (figures,) = report.devices.values()
+        assert figures.launches > 0
+    assert [r.getMessage() for r in caplog.records if r.levelname in ("WARNING", "ERROR")] == []
+    training.check(tmp_path, 1, training.copy())
+
+
+def test_tensors_of_all_kinds_of_bits(tmp_path: Path) -> None:
+    """Prevents kernels and views that read a dtype, a lazy bit or an odd address otherwise."""
+    raw = torch.randint(0, 256, (1 << 20,), dtype=torch.uint8, device=DEVICE)
+    pairs = raw.view(torch.float32).clone().nan_to_num_().view(torch.complex64)
+    state = {
+        str(dtype): raw.view(dtype)
+        for dtype in (torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16, torch.uint32,
+                      torch.uint64, torch.int16, torch.bfloat16, torch.float64, torch.complex128)
+    }  # fmt: skip
+    state = {name: tensor.clone() for name, tensor in state.items()}
+    state |= {
+        "bool": raw > 100, "conj": pairs.conj(), "neg": pairs.conj().imag,
+        "at 1": raw[1:-2].clone()[1:], "at 2": raw.clone().view(torch.int16)[1:],
+        "every other": raw.clone()[::2], "columns": raw.clone().view(1024, 1024)[:, 3:1000],
+        "expanded": raw.clone()[:5000].view(5000, 1).expand(5000, 7),
+        "turned": raw.clone().view(1024, 1024).t(), "scalar": raw[7].clone(),
+        "nothing": raw[:0].clone(), "wide": pairs.to(torch.complex128)[1::3],
+    }  # fmt: skip
+    with checkpointer(tmp_path, state) as ckpt:
+        ckpt.save(0).result(120)
+    found = saved(tmp_path, 0)
+    for name, tensor in state.items():
+        assert found[name].dtype == tensor.dtype, name
+        live = tensor.cpu().resolve_conj().resolve_neg().contiguous()
+        own = found[name].resolve_conj().resolve_neg().contiguous()
+        assert torch.equal(live.view(-1).view(torch.uint8), own.view(-1).view(torch.uint8)), name
+
+
+def test_deterministic_algorithms(tmp_path: Path) -> None:
+    """Prevents copies that this mode refuses, or fills after they were made."""
+    training = Training()
+    training.state["ema"] = torch.randn(1 << 20, device=DEVICE)
+    torch.use_deterministic_algorithms(True, warn_only=False)
+    try:
+        with checkpointer(tmp_path, training.state) as ckpt:
+            ckpt.save(0).result(120)
+            training.state["ema"].add_(1)
+            ckpt.save(1).result(120)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    training.check(tmp_path, 1, training.copy())
+    same(tmp_path, 1, "ema", training.state["ema"])
+
+
+@gpu_only
+def test_a_tensor_of_more_than_two_gigabytes_lands(tmp_path: Path) -> None:
+    """Prevents 32-bit offsets in copies at the call, dense and with gaps."""
+    if torch.cuda.mem_get_info()[0] < 10 << 30:
+        pytest.skip("needs 10 GiB of free device memory")
+    big = torch.zeros((2 << 30) + 12345, dtype=torch.uint8, device=DEVICE)
+    wide = torch.zeros((1 << 20) + 5, 2100, dtype=torch.uint8, device=DEVICE)
+    state = {"big": big, "gaps": wide[:, 7:2080]}
+    with checkpointer(tmp_path, state, chunk_bytes=4 << 20) as ckpt:
+        ckpt.save(0).result(140)
+        big[-1] = 3
+        wide[-1, 2079] = 5
+        assert ckpt.save(1).result(140).changed_chunks == 2
+    same(tmp_path, 1, "big", big)
+    same(tmp_path, 1, "gaps", state["gaps"].contiguous())
+
+
+@gpu_only
+def test_copies_of_a_save_that_was_given_up(tmp_path: Path) -> None:
+    """Prevents training's memory written to by copies that nobody waits for any more: they are on
+    another stream than the one for which their buffer was taken."""
+    pool, ema = BufferPool(), torch.ones(4 << 20, device=DEVICE)
+
+    def take() -> Any:
+        return capture({"ema": ema}, chunk_bytes=1 << 18, rng=False, pool=pool)
+
+    first = take()
+    torch.cuda.synchronize()
+    first.release()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(1_000_000_000)
+        given_up = take()
+    given_up.release()
+    del first, given_up
+    ema.fill_(5)
+    later = take()
+    other = torch.full((4 << 20,), 7.0, device=DEVICE)
+    torch.cuda.synchronize()
+    assert (other == 7).all()
+    (source,) = later.sources.values()
+    assert (source.data.view(torch.float32) == 5).all()
+    later.release()
+
+
+ALONE = """
+import sys, torch, deltackpt
+torch.manual_seed(0)
+model = torch.nn.Linear(1500, 1500).cuda()
+optimizer = torch.optim.AdamW(model.parameters())
+ema = torch.zeros(3_000_000, device="cuda")
+state = {"model": model, "optimizer": optimizer, "ema": ema}
+def step():
+    model(torch.randn(8, 1500, device="cuda")).square().mean().backward()
+    optimizer.step(); optimizer.zero_grad(); ema.add_(1)
+"""
+
+
+@gpu_only
+@pytest.mark.parametrize("allocator", ["expandable_segments:True", "backend:cudaMallocAsync"])
+def test_other_allocators(tmp_path: Path, allocator: str) -> None:
+    """Prevents memory that an allocator hands out again, or maps anew, while it is read."""
+    code = ALONE + (
+        "junk = []\n"
+        "with deltackpt.Checkpointer(sys.argv[1], state, every=1, final=False) as ckpt:\n"
+        "    for number in range(8):\n"
+        "        step(); ckpt.step(number)\n"
+        "        junk = [torch.full((1 << 20,), -1.0, device='cuda') for _ in range(number)]\n"
+        "found = deltackpt.load(sys.argv[1])\n"
+        "assert torch.equal(found['model']['weight'], model.weight.detach().cpu())\n"
+        "assert torch.equal(found['ema'], ema.cpu())\n"
+    )
+    run_alone(
+        code, tmp_path / "store", PYTORCH_CUDA_ALLOC_CONF=allocator, PYTORCH_ALLOC_CONF=allocator
+    )
+
+
+@gpu_only
+def test_a_kernel_that_failed_ends_saves_with_an_error(tmp_path: Path) -> None:
+    """Prevents a process that hangs, or aborts at its exit, when training has broken the device;
+    and a step of what was there by then."""
+    code = ALONE + (
+        "ckpt = deltackpt.Checkpointer(sys.argv[1], state, final=False)\n"
+        "step(); ckpt.save(0).result(120)\n"
+        "torch.ones(3, device='cuda')[torch.tensor([7], device='cuda')]\n"
+        "for end in (lambda: ckpt.save(1).result(120), ckpt.close):\n"
+        "    try: end()\n"
+        "    except Exception as error: print(type(error).__name__, str(error).splitlines()[0])\n"
+    )
+    told = run_alone(code, tmp_path / "store")
+    assert "CUDA" in told, told
+    assert deltackpt.steps(tmp_path / "store") == [0]
+
+
+@gpu_only
+def test_an_exit_with_a_save_in_flight(tmp_path: Path) -> None:
+    """Prevents a crash of the interpreter's exit, and the last save lost."""
+    run_alone(
+        ALONE + "step(); deltackpt.Checkpointer(sys.argv[1], state, final=False).save(3)\n",
+        tmp_path / "store",
+    )
+    assert deltackpt.steps(tmp_path / "store") == [3]
+
+
+@gpu_only
+def test_workers_forked_beside_saves(tmp_path: Path) -> None:
+    """Prevents children of a data loader that touch the device, or the ring's locked memory."""
+    training = Training()
+    data = torch.utils.data.TensorDataset(torch.randn(64, 512))
+    with deltackpt.Checkpointer(tmp_path, training.state, every=1, final=False) as ckpt:
+        number = 0
+        for _ in range(2):
+            loader = torch.utils.data.DataLoader(
+                data, batch_size=32, num_workers=2, multiprocessing_context="fork"
+            )
+            for _batch in loader:
+                training.step()
+                ckpt.step(number)
+                number += 1
+        ckpt.wait()
+        expected = training.copy()
+    training.check(tmp_path, number - 1, expected)
 
 
 # case 69
@@ -406,4 +640,4 @@ def test_no_context_on_a_device_that_is_not_used(tmp_path: Path) -> None:
         "    ckpt.save(0).result(120)\n"
         "assert not torch._C._cuda_hasPrimaryContext(0)\n"
     )
-    subprocess.run([sys.executable, "-c", code, str(tmp_path / "store")], check=True)
+    run_alone(code, tmp_path / "store")

@@ -23,7 +23,7 @@ def gpu_check(*args: str) -> Any:
     )
 
 
-@pytest.mark.parametrize("sections", ["hash", "copy", "train,peers,multi"])
+@pytest.mark.parametrize("sections", ["hash", "stage,copy", "tests,train,peers,multi,variants"])
 @needs_triton
 def test_a_dry_run_reports_every_figure(tmp_path: Path, sections: str) -> None:
     out = tmp_path / "result.json"
@@ -40,7 +40,8 @@ def test_a_dry_run_reports_every_figure(tmp_path: Path, sections: str) -> None:
 
 
 def test_a_wrong_hash_fails_loudly(tmp_path: Path) -> None:
-    """Prevents a benchmark that reports the speed of a hash that is wrong."""
+    """Prevents a benchmark that reports the speed of a hash that is wrong, and one failure that
+    hides what else there is to learn from the only hour with a device."""
     code = (
         "import runpy, sys, xxhash\n"
         f"sys.argv = [{str(TOOL)!r}, '--dry', '--only', 'hash', '--out', {str(tmp_path / 'r')!r}]\n"
@@ -53,7 +54,12 @@ def test_a_wrong_hash_fails_loudly(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 1, done.stderr
     assert "FAILED" in done.stdout
-    assert json.loads((tmp_path / "r").read_text())["sections"]["hash"]["ok"] is False
+    section = json.loads((tmp_path / "r").read_text())["sections"]["hash"]
+    assert section["ok"] is False
+    for what in ("self-test", "random pieces", "64 KiB chunks", "256 KiB chunks"):
+        assert f"{what}: WrongError" in section["error"]
+    assert section["hash, 4096 KiB chunks, GB/s"] > 0
+    assert section["6 tensors of 8 KiB, us"] > 0
 
 
 @pytest.mark.parametrize(
@@ -92,6 +98,48 @@ def test_a_section_that_dies_or_hangs_is_reported_with_what_it_had(
     assert sections["hash"]["error"].startswith(error)
     assert sections["hash"].get("figure") == (None if reserve == 58 else 7)
     assert sections["multi"]["ok"] is True
+
+
+def test_a_test_that_fails_leaves_the_others(tmp_path: Path) -> None:
+    """Prevents a broken device, or one warning, that hides all tests after it; and a figure of the
+    kernels that was measured without them."""
+    script = (
+        "import logging, pathlib, runpy, sys, types\n"
+        f"sys.argv = [{str(TOOL)!r}, '--dry']\n"
+        f"tool = runpy.run_path({str(TOOL)!r}, run_name='tool')\n"
+        "own = tool['section_tests'].__globals__\n"
+        "def pytest(*arguments):\n"
+        "    if '--collect-only' in arguments:\n"
+        "        return types.SimpleNamespace(stdout='t.py::restored_a\\nt.py::restored_b\\n')\n"
+        "    logging.getLogger('deltackpt.cuda').warning('all is copied')\n"
+        "    code = int(arguments[-1].endswith('a'))\n"
+        "    return types.SimpleNamespace(returncode=code, stdout='1 thing', stderr='why')\n"
+        "own['pytest'] = pytest\n"
+        f"check = tool['Check'](pathlib.Path({str(tmp_path / 'r')!r}), 60)\n"
+        "assert not tool['run_here'](check, 'tests')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False,
+        env=dict(os.environ, OMP_NUM_THREADS="1"),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    section = json.loads((tmp_path / "r").read_text())["sections"]["tests"]
+    assert (section["ok"], section["error"]) == (False, "t.py::restored_a")
+    assert section["t.py::restored_a"] == "code 1: 1 thingwhy"
+    assert section["t.py::restored_b"] == "passed"
+    assert section["warnings"] == ["all is copied"]
+
+
+def test_what_is_not_installed_is_named_at_once(tmp_path: Path) -> None:
+    code = (
+        "import importlib.util, runpy, sys\n"
+        "find = importlib.util.find_spec\n"
+        "importlib.util.find_spec = lambda name: None if name in ('lz4', 'lmdb') else find(name)\n"
+        f"runpy.run_path({str(TOOL)!r}, run_name='__main__')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.strip() == "not installed: lz4 lmdb"
 
 
 def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
