@@ -842,7 +842,7 @@ def section_tests(check: Check) -> None:
     if not names:
         raise WrongError(f"no test was found: {(found.stdout + found.stderr)[-2000:]}")
     if DRY:
-        names = [name for name in names if "restored" in name]
+        names = [name for name in names if "restored" in name][:2]
 
     def run(name: str) -> tuple[str, str]:
         if check.deadline - time.monotonic() < 20:
