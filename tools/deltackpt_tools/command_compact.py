@@ -116,7 +116,7 @@ def to_document(path: str, report: CompactReport) -> dict[str, Any]:
     help="Rewrite packs of which a smaller share is needed.",
 )
 @click.option("--max-rate", type=RATE, help="Read and write no faster than this, e.g. 50MB/s.")
-@click.option("--watch", is_flag=True, help="Do it again and again, until interrupted.")
+@click.option("--watch", is_flag=True, help="Repeat it until interrupted.")
 @click.option(
     "--interval",
     type=DURATION,
@@ -124,7 +124,7 @@ def to_document(path: str, report: CompactReport) -> dict[str, Any]:
     show_default=True,
     help="With --watch: time between the end of one round and the next.",
 )
-@click.option("--dry-run", is_flag=True, help="Only tell what would be done; takes no lock.")
+@click.option("--dry-run", is_flag=True, help="Only show what would be done; takes no lock.")
 @click.option(
     "--timeout",
     type=Seconds(min=0),

@@ -35,7 +35,7 @@ def _document(path: str, plan: DeletionPlan, dry_run: bool) -> dict[str, Any]:
 @click.command("delete")
 @store_argument
 @click.argument("run")
-@click.option("--dry-run", is_flag=True, help="Only tell what would go; takes no lock.")
+@click.option("--dry-run", is_flag=True, help="Only show which steps would go; takes no lock.")
 @json_option
 def command(store_path: str, run: str, dry_run: bool, as_json: bool) -> None:
     """Take all steps of RUN off its list; 'gc' then frees their space.

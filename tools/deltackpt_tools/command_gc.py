@@ -74,7 +74,7 @@ def _document(path: str, report: GcReport) -> dict[str, Any]:
 
 @click.command("gc")
 @store_argument
-@click.option("--dry-run", is_flag=True, help="Only tell what would go; reads, and takes no lock.")
+@click.option("--dry-run", is_flag=True, help="Only show what would be deleted; takes no lock.")
 @click.option(
     "--accept-lost",
     is_flag=True,

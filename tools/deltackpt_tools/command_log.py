@@ -105,7 +105,7 @@ def command(
 
     'state' is the size of all tensors, 'new' what the step added to the store in chunks (small
     tensors and plain values lie in the manifest). Of many metrics the first are shown; --json has
-    all. A step marked 'abandoned' is no longer on the way to the run's newest step. Exit code 3
+    all. A step marked 'abandoned' is not among those that the newest step continues. Exit code 3
     when a record could not be read: the others are listed.
     """
     if stat and graph:

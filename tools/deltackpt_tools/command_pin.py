@@ -15,7 +15,7 @@ from deltackpt_tools.stores import label, open_store
 @click.argument("step", metavar="STEP")
 @json_option
 def command(store_path: str, name: str, step: str, as_json: bool) -> None:
-    """Call STEP NAME; retention and 'gc' leave it alone from then on.
+    """Give STEP the name NAME; retention and 'gc' leave it alone from then on.
 
     The name can be used wherever a step is named, and cannot be that of a run. Pinning the same
     step again changes nothing; a name that means another step is refused with exit code 11.

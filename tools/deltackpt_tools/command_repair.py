@@ -104,7 +104,7 @@ def _document(path: str, report: RepairReport) -> dict[str, Any]:
     help="Another store to take chunks and records from: a copy, or one of related runs. "
     "May be given several times.",
 )
-@click.option("--dry-run", is_flag=True, help="Only tell; reads, and takes no lock.")
+@click.option("--dry-run", is_flag=True, help="Only show what would be done; takes no lock.")
 @click.option(
     "--timeout",
     type=Seconds(min=0),

@@ -96,15 +96,15 @@ def _document(path: str, plan: RetentionPlan, dry_run: bool) -> dict[str, Any]:
 @click.command("retain")
 @store_argument
 @click.argument("run", required=False)
-@click.option("--last", type=click.IntRange(min=1), help="Keep the newest so many steps.")
+@click.option("--last", type=click.IntRange(min=1), help="Keep this many of the newest steps.")
 @click.option("--every", type=click.IntRange(min=1), help="Keep steps that are multiples of it.")
 @click.option(
     "--best",
     metavar="METRIC[:min|:max]",
     help="Keep the step whose metric is smallest (or largest).",
 )
-@click.option("--within", type=DURATION, help="Keep the last so much training time: 90m, 12h.")
-@click.option("--dry-run", is_flag=True, help="Only tell what would go.")
+@click.option("--within", type=DURATION, help="Keep steps of the last DURATION of training: 12h.")
+@click.option("--dry-run", is_flag=True, help="Only show which steps would go.")
 @json_option
 def command(
     store_path: str,

@@ -204,7 +204,7 @@ def _chunk_lines(details: ChunkDetails) -> list[str]:
 @click.option(
     "--chunk",
     metavar="ID",
-    help="One chunk (begin of its id), of whatever step: where it lies and who needs it.",
+    help="One chunk (the beginning of its id), of any step: where it is stored and what needs it.",
 )
 @json_option
 @click.pass_context

@@ -200,7 +200,7 @@ def _document(path: str, report: VerifyReport) -> dict[str, Any]:
 @click.option("--threads", type=click.IntRange(min=1), help="Default: as many as processors.")
 @click.option(
     "--budget",
-    help="Read for so long (30s, 10min, 2h) or so much (500MB, 20GB) at most, the longest "
+    help="Read at most for this time (30s, 10min, 2h) or this much (500MB, 20GB), the longest "
     "unchecked packs first, and remember where to go on.",
 )
 @click.option(

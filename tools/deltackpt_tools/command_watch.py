@@ -72,8 +72,8 @@ def lines(state: StoreState) -> list[str]:
 def command(store_path: str, run: str | None, once: bool, interval: float, as_json: bool) -> None:
     """Watch a running training save: newest step, stall, time until staged and durable, bytes.
 
-    Looks at the store only, so it works from any machine that sees it. On a terminal the picture is
-    renewed in place; otherwise (and with --json, one document a line) it is printed again whenever
+    Reads the store only, so it works on any machine that mounts it. On a terminal the picture is
+    updated in place; otherwise (and with --json, one document a line) it is printed again whenever
     a step was saved. 'being written' are bytes that belong to no step yet. Without --once, a store
     or run that is not there yet is waited for. Ctrl-C ends it.
     """
