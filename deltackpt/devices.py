@@ -7,10 +7,14 @@ device current.
 
 from __future__ import annotations
 
+import functools
+import logging
 from typing import Any
 
 import torch
 from deltackpt_store.errors import StateError
+
+_log = logging.getLogger("deltackpt")
 
 
 class DeviceEvent:
@@ -39,9 +43,19 @@ class DeviceEvent:
 
 
 def page_locked(nbytes: int, device: torch.device) -> torch.Tensor:
-    """Uninitialised page-locked host memory (uint8), whatever `torch.set_default_device` says."""
+    """Uninitialised host memory (uint8), whatever `torch.set_default_device` says: page-locked, or
+    where the system gives none, plain, which copies wait for."""
     with torch.cuda.device(device):
-        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+        try:
+            return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+        except RuntimeError as error:
+            _warn_of_plain_memory(str(error).partition("\n")[0])
+            return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+
+
+@functools.cache  # once for each reason
+def _warn_of_plain_memory(reason: str) -> None:
+    _log.warning("no page-locked memory is left (%s): saves wait for copies to the host", reason)
 
 
 def refuse_graph_capture(device: torch.device | None = None) -> None:

@@ -226,6 +226,34 @@ def test_a_tensor_of_more_than_two_gigabytes_lands(tmp_path: Path) -> None:
 
 
 @gpu_only
+def test_without_page_locked_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prevents copies to plain memory that are read before they are complete."""
+    empty = torch.empty
+
+    def refuse(*size: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+        if pin_memory:
+            raise RuntimeError("CUDA error: out of memory")
+        return empty(*size, **options)
+
+    monkeypatch.setattr(torch, "empty", refuse)
+    monkeypatch.setattr("deltackpt.landing.COPY_BYTES", 0)
+    training = Training()
+    training.step()
+    training.state["ema"] = torch.randn(4 << 20, device=DEVICE)
+    with checkpointer(tmp_path, training.state) as ckpt:
+        for step in range(3):
+            training.step()
+            training.state["ema"].add_(1)
+            expected, ema = training.copy(), training.state["ema"].clone()
+            ckpt.save(step)
+            training.state["ema"].zero_()
+            training.state["ema"].copy_(ema)
+        ckpt.wait()
+    training.check(tmp_path, 2, expected)
+    same(tmp_path, 2, "ema", ema)
+
+
+@gpu_only
 def test_copies_of_a_save_that_was_given_up(tmp_path: Path) -> None:
     """Prevents training's memory written to by copies that nobody waits for any more: they are on
     another stream than the one for which their buffer was taken."""

@@ -78,6 +78,27 @@ def test_page_locked_memory_is_the_hosts(
     assert made == [{"dtype": torch.uint8, "device": "cpu", "pin_memory": True}]
 
 
+def test_without_page_locked_memory_copies_go_to_plain_memory(
+    asked: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Prevents a training that ends in `save` with CUDA's error, where a slower copy would do."""
+    empty = torch.empty
+
+    def refuse(*size: int, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+        if pin_memory:
+            raise RuntimeError("CUDA error: out of memory\nand what to do about it")
+        return empty(*size, **options)
+
+    monkeypatch.setattr(torch, "empty", refuse)
+    for size in (100, 200):
+        memory = devices.page_locked(size, GPU)
+        assert (memory.numel(), memory.dtype, memory.device.type) == (size, torch.uint8, "cpu")
+    assert [record.getMessage() for record in caplog.records] == [
+        "no page-locked memory is left (CUDA error: out of memory):"
+        " saves wait for copies to the host"
+    ]
+
+
 def test_memory_of_several_devices_is_locked_once(
     asked: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
