@@ -16,6 +16,7 @@ import torch
 
 from .spans import form
 
+_neg_view: Any = torch._neg_view  # pyright: ignore
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -83,20 +84,27 @@ def copy_bits(target: torch.Tensor, source: torch.Tensor) -> None:
     repeated dimension; the caller has checked that the source repeats there, too.
     """
     with torch.no_grad():
-        if not (plain_bits(target) and plain_bits(source)):
-            target.detach().copy_(source.detach())
-            return
+        target, source = _without_flags(target, source)
         if _copy_memory(target, source):
             return
         if _alike(target, source) and (count := _run_length(target)):
             target = target.detach().as_strided((count,), (1,))
             source = source.detach().as_strided((count,), (1,))
-            bits(target).copy_(bits(source))
-            return
-        for dim, (size, stride) in enumerate(zip(target.shape, target.stride(), strict=True)):
-            if size > 1 and stride == 0:
-                target, source = target.narrow(dim, 0, 1), source.narrow(dim, 0, 1)
-        bits(target).copy_(bits(source))
+        else:
+            layout = zip(target.shape, target.stride(), strict=True)
+            for dim, (size, stride) in enumerate(layout):
+                if size > 1 and stride == 0:
+                    target, source = target.narrow(dim, 0, 1), source.narrow(dim, 0, 1)
+        bits(target).copy_(bits(source.resolve_conj().resolve_neg()))
+
+
+def _without_flags(target: torch.Tensor, source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same copy, with `target` as a view of its memory that has no lazy conj or neg bit."""
+    if target.is_conj():
+        target, source = target.conj(), source.conj()
+    if target.is_neg():
+        target, source = _neg_view(target), _neg_view(source)
+    return target, source
 
 
 def copy_values(target: torch.Tensor, source: torch.Tensor) -> None:

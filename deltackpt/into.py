@@ -21,10 +21,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .array_overlaps import conflicting
+from .containers import items_of, places_of
 from .copying import overwritten, writable_layout
 from .fixed_memory import FixedMemory
 from .keys import KeyMap, check_matched, map_key, of_module, unwrapped
-from .nodes import Leaves, has_method
+from .nodes import Leaves, has_method, is_object
 from .options import entries_of
 from .params import PARAMS_KEY, optimizer_names
 from .paths import key_of, segments
@@ -32,9 +33,10 @@ from .reading import Step, matcher
 from .target_module import ModuleTarget, flat_state
 from .target_object import ObjectTarget
 from .target_optimizer import OptimizerTarget, has_groups
-from .target_plain import PlainTarget, items_of, places_of
+from .target_plain import PlainTarget, Taken
 from .targets import ABSENT, Leaf, Parts, Report, Target, descend, is_a, is_stateful, slots_of
 from .ties import find_ties
+from .undo import alike
 from .views import dress, rebuild
 
 _log = logging.getLogger("deltackpt.restore")
@@ -69,12 +71,15 @@ class Plan:
         self._modules: list[ModuleTarget] = []
         self._optimizers: list[OptimizerTarget] = []
         self._objects: list[Target] = []  # every live object, in the order of the state
+        self._at: dict[int, list[Target]] = {}  # those of one live object, which has several places
         self._fixed = FixedMemory()
+        taken: Taken = {}
         found = _Found()
         for (key, value), path in zip(entries.items(), segments(entries), strict=True):
             found.walk(value, (key,), path)
             if not is_stateful(value):
-                self._plain.append((key, PlainTarget(path, (key,), value, fixed=self._fixed)))
+                plain = PlainTarget(path, (key,), value, fixed=self._fixed, taken=taken)
+                self._plain.append((key, plain))
         root = step.outline(Leaf, Parts)
         self._match_objects(found, root, matcher(only), key_map)
         for key, target in self._plain:
@@ -147,6 +152,7 @@ class Plan:
                 if path not in present or other.fits(recorded.get(path), present[path], report):
                     other.match(step, node, report)
                 self._objects.append(other)
+            self._at.setdefault(id(value), []).append(self._objects[-1])
 
     def _match_rest(self, root: Mapping[Any, Any]) -> None:
         """Top-level entries of the step that the state does not have."""
@@ -253,6 +259,9 @@ class Plan:
         """Check what only values can show. Raises `MismatchError`; nothing has been changed."""
         for group in self._unsure:
             self._untie(group, memory)
+        for targets in self._at.values():
+            if len(targets) > 1:
+                self._leave_other_states(targets, built)
         self._set_arrays_apart(built, memory)
         for target in self._targets():
             state = descend(built, target.keys)
@@ -260,6 +269,23 @@ class Plan:
                 target.inspect(state, self.report)
         self._refuse_nothing()
         self.report.check(self.step, strict=self._strict)
+
+    def _leave_other_states(self, targets: Sequence[Target], built: Any) -> None:
+        """Report places of one live object for which another state was saved than for its first,
+        and leave them."""
+        first: tuple[str, Any] | None = None
+        for target in targets:
+            state = descend(built, target.keys)
+            if state is ABSENT or not any(True for _ in target.slots()):
+                continue
+            if first is None:
+                first = target.path, state
+            elif not alike(state, first[1]):
+                self.report.differs(
+                    target.path, f"another state than {first[0]!r}", "one object at both places"
+                )
+                self._objects.remove(target)
+                self._modules = [module for module in self._modules if module is not target]
 
     def _set_arrays_apart(self, built: Any, memory: Memory) -> None:
         """Have arrays replaced that share memory in a way in which what was saved does not fit."""
@@ -366,6 +392,8 @@ class _Found:
                 hint="flatten it, or break the cycle",
                 path=path,
             )
+        if is_object(value):
+            return
         if is_stateful(value):
             self.all.append((path, keys, value))
         elif is_a(value, torch.Tensor):

@@ -67,6 +67,7 @@ class _Look(Walker):
         return list(zip(self.leaves.objects, paths, strict=True))
 
     def _tensor(self, tensor: Tensor, path: str, origin: Origin) -> tuple[Any, Kid]:
+        self.paths.append(path)
         return 0, OBJECT
 
     def _stateful(

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from .containers import items_of, refilled
 from .nodes import kind_of
 from .reading import Step
 from .targets import Mismatch, Report, Target, is_a, slots_of
@@ -94,9 +95,11 @@ def _home(value: Any) -> str:
 def _placed(saved: Any, present: Any) -> Any:
     """`saved` with each tensor on the device where the object has its counterpart now."""
     if is_a(saved, torch.Tensor) and is_a(present, torch.Tensor):
-        return saved if saved.device == present.device else saved.to(present.device)
-    if kind_of(saved) is kind_of(present) is dict:
-        return {key: _placed(value, present.get(key)) for key, value in saved.items()}
-    if kind_of(saved) is kind_of(present) is list and len(saved) == len(present):
-        return list(map(_placed, saved, present))
-    return saved
+        there = present.device
+        return saved if saved.device == there or present.is_meta else saved.to(there)
+    new, old = items_of(saved), items_of(present)
+    if new is None or old is None or kind_of(saved) is not kind_of(present):
+        return saved
+    if not is_a(saved, dict) and len(new) != len(old):
+        return saved
+    return refilled(saved, {key: _placed(value, old.get(key)) for key, value in new.items()})

@@ -17,12 +17,12 @@ from deltackpt_store.errors import MismatchError
 from torch import nn
 from torch.optim import Optimizer
 
+from .containers import items_of, refilled
 from .nodes import kind_of, state_of
 from .optimizer_fit import is_torchs, moment, other_class
 from .params import align, parameters_of
 from .paths import segment
 from .reading import Step
-from .target_plain import items_of, refilled
 from .targets import Leaf, Mismatch, Report, Target, is_a, slots_of
 from .undo import private_copy
 from .views import shape_of

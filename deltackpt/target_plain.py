@@ -4,9 +4,10 @@ The checkpoint says what exists. Dicts, lists and deques of the target are chang
 exactly the saved entries, in the saved order; entries that the checkpoint lacks are removed. A
 tensor (or NumPy array) that is there with the saved dtype and shape is written in place, so that
 other references to it see the restored values; an array whose memory cannot hold them, as others
-have it too, is replaced. Everything else is replaced by a new value. What
-cannot change in place (a number, a tuple, a set, a dict where an OrderedDict was saved, ...) is
-replaced in the container that holds it.
+have it too, is replaced, and so is a container at a further one of its places for which something
+else was saved. Everything else is replaced by a new value. What cannot change in place (a number,
+a tuple, a set, a dict where an OrderedDict was saved, ...) is replaced in the container that holds
+it.
 
 A tensor of another dtype or shape is a mismatch and stays as it is, unless one of the two has no
 elements: then the saved one takes its place. Live objects inside the containers (modules,
@@ -16,17 +17,17 @@ optimizers, ...) stay.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from deltackpt_store.values_decode import FACTORIES
 
+from .containers import items_of, places_of, refill, refill_deque, refilled
 from .copying import copy_bits, copy_values, repeats_like, same_bits, writable_layout
 from .fixed_memory import FIXED, OTHER_VALUES, FixedMemory
-from .nodes import MAPPINGS, kind_of
-from .paths import segments
+from .nodes import MAPPINGS, is_object, kind_of
 from .reading import Step
 from .targets import (
     ABSENT,
@@ -41,45 +42,10 @@ from .targets import (
     spelled,
     spelled_in_full,
 )
+from .undo import alike
 
-
-def items_of(value: Any) -> dict[Any, Any] | None:
-    """The items of a container by key or index; None for what is no container."""
-    if is_a(value, Mapping):
-        return dict(value)
-    if is_a(value, list, tuple, deque) and not is_a(value, torch.Size):
-        indexed: Any = enumerate(value)
-        return dict(indexed)
-    return None
-
-
-def places_of(value: Any, path: str) -> dict[Any, str]:
-    """The path of each item of a container at `path`."""
-    items = items_of(value)
-    if not items:
-        return {}
-    fields = getattr(kind_of(value), "_fields", None)
-    keys: Iterable[Any] = fields if is_a(value, tuple) and fields else items
-    return {key: f"{path}/{name}" for key, name in zip(items, segments(keys), strict=True)}
-
-
-def refilled(container: Any, items: Mapping[Any, Any]) -> Any:
-    """`container` with `items` (by key or index) in place of its own; a new one if it is a tuple.
-
-    What it holds besides its items (a deque's length, a factory) stays.
-    """
-    if is_a(container, dict):
-        _refill(container, items)
-        return container
-    values = list(items.values())
-    if is_a(container, list):
-        container[:] = values
-        return container
-    if is_a(container, deque):
-        _refill_deque(container, values)
-        return container
-    kind = kind_of(container)
-    return kind(*values) if hasattr(container, "_fields") else kind(values)
+Taken = dict[int, tuple[str, Any]]
+"""Id of a live container -> the first of its places, and what was saved there."""
 
 
 class PlainTarget(Target):
@@ -92,7 +58,10 @@ class PlainTarget(Target):
     keeps = True
     trusted = True
 
-    def __init__(self, path: str, keys: tuple[Any, ...], value: Any, *, fixed: FixedMemory) -> None:
+    def __init__(
+        self, path: str, keys: tuple[Any, ...], value: Any, *, fixed: FixedMemory, taken: Taken
+    ) -> None:
+        """`fixed` and `taken` are those of all plain values that are restored together."""
         self.path = path
         self.keys = keys
         self.result: Any = value
@@ -106,6 +75,7 @@ class PlainTarget(Target):
         self._sparse: set[str] = set()  # sparse tensors that are written in place
         self._left: set[str] = set()  # tensors that stay as they are
         self._fixed_memory = fixed
+        self._taken = taken
         self._fixed: set[str] = set()  # tensors that cannot be written, and have to be equal
         self._expanded: list[tuple[str, torch.Tensor]] = []
         self._tensors = 0  # in the target
@@ -197,13 +167,14 @@ class PlainTarget(Target):
 
     def _gone(self, value: Any, path: str, report: Report) -> None:
         """Tensors that go because the checkpoint has nothing in their place."""
-        if is_stateful(value):
-            return  # it has a target of its own, which says so
+        if is_object(value) or is_stateful(value):
+            return  # no tensor is in it; or it has a target of its own, which says so
         if is_a(value, torch.Tensor):
             self._tensors += 1
             report.removed.append(path)
+        items = items_of(value) or {}
         for key, place in places_of(value, path).items():
-            self._gone((items_of(value) or {})[key], place, report)
+            self._gone(items[key], place, report)
 
     def goals(self) -> Mapping[int, torch.Tensor]:
         return self._goals
@@ -238,20 +209,22 @@ class PlainTarget(Target):
         old, new = items_of(value), items_of(saved)
         if old is None or new is None or is_a(value, Mapping) is not is_a(saved, Mapping):
             return saved
-        nodes = items_of(node)
-        places = places_of(saved if nodes is None else node, path)
-        merged = {
-            key: item
-            if key not in old
-            else self._merge(
-                old[key], item, node if nodes is None else nodes.get(key),
-                places.get(key, path), report, expanded,
-            )
-            for key, item in new.items()
-        }  # fmt: skip
+        merged = new
+        if not is_object(value):  # else nothing in it can be written to
+            nodes = items_of(node)
+            places = places_of(saved if nodes is None else node, path)
+            merged = {
+                key: item
+                if key not in old
+                else self._merge(
+                    old[key], item, node if nodes is None else nodes.get(key),
+                    places.get(key, path), report, expanded,
+                )
+                for key, item in new.items()
+            }  # fmt: skip
         kept = {k: v for k, v in old.items() if k not in merged and (self._partial or _live(v))}
         merged = {**old, **merged} if self._partial else {**merged, **kept}
-        return self._put(value, saved, merged)
+        return self._put(value, saved, merged, path)
 
     def _merge_tensor(
         self, value: torch.Tensor, saved: Any, path: str, report: Report, expanded: set[str]
@@ -280,24 +253,34 @@ class PlainTarget(Target):
             return value
         return saved
 
-    def _put(self, value: Any, saved: Any, merged: dict[Any, Any]) -> Any:
+    def _put(self, value: Any, saved: Any, merged: dict[Any, Any], path: str) -> Any:
         """`value` changed (later, by an action) to hold `merged`, or a new container that does."""
+        if self._is_taken(value, saved, path):
+            return refilled(saved, merged)
         items = list(merged.values())
         if is_a(value, dict) and not _of_other_kind(value, saved):
             if is_a(value, defaultdict) and is_a(saved, defaultdict):
                 self._actions.append(lambda: _take_factory(value, saved))
-            self._actions.append(lambda: _refill(value, merged))
+            self._actions.append(lambda: refill(value, merged))
             return value
         if is_a(value, list) and is_a(saved, list):
             self._actions.append(lambda: value.__setitem__(slice(None), items))
             return value
         if is_a(value, deque) and is_a(saved, deque) and value.maxlen == saved.maxlen:
-            self._actions.append(lambda: _refill_deque(value, items))
+            self._actions.append(lambda: refill_deque(value, items))
             return value
-        alike = is_a(value, tuple) and kind_of(value) is kind_of(saved) and len(value) == len(items)
-        if alike and all(a is b for a, b in zip(value, items, strict=True)):
+        fits = is_a(value, tuple) and kind_of(value) is kind_of(saved) and len(value) == len(items)
+        if fits and all(a is b for a, b in zip(value, items, strict=True)):
             return value
         return refilled(saved, merged)  # which is new
+
+    def _is_taken(self, value: Any, saved: Any, path: str) -> bool:
+        """Whether a container that can change is at an earlier place, too, and to hold other items
+        there."""
+        if not is_a(value, dict, list, deque):
+            return False
+        first, items = self._taken.setdefault(id(value), (path, saved))
+        return first != path and not alike(saved, items)
 
     # doing ---------------------------------------------------------------------------------
 
@@ -320,7 +303,7 @@ def _arrays(value: Any, saved: Any) -> Iterator[tuple[Any, Any]]:
     if is_a(value, np.ndarray) and is_a(saved, np.ndarray):
         if _takes(value, saved):
             yield value, saved
-    elif not is_stateful(value) and not is_a(value, torch.Tensor):
+    elif not (is_object(value) or is_stateful(value) or is_a(value, torch.Tensor)):
         old, new = items_of(value) or {}, items_of(saved) or {}
         for key, item in new.items():
             if key in old:
@@ -334,6 +317,8 @@ def _raw(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 def _live(value: Any) -> bool:
     """Whether a live object is or lies in `value`: such an entry is never taken away."""
+    if is_object(value):
+        return False
     return is_stateful(value) or any(map(_live, (items_of(value) or {}).values()))
 
 
@@ -349,14 +334,3 @@ def _take_factory(target: defaultdict[Any, Any], saved: defaultdict[Any, Any]) -
     """A factory that is code was not saved: it stays."""
     if target.default_factory is None or target.default_factory in FACTORIES.values():
         target.default_factory = saved.default_factory
-
-
-def _refill(target: dict[Any, Any], items: Mapping[Any, Any]) -> None:
-    target.clear()
-    for key, value in items.items():  # not update(): a Counter would add
-        target[key] = value
-
-
-def _refill_deque(target: deque[Any], items: Iterable[Any]) -> None:
-    target.clear()
-    target.extend(items)

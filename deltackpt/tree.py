@@ -141,6 +141,7 @@ class Walker:
         self._inside: dict[int, str] = {}
         self._named: dict[tuple[str, ...], _Keys] = {}
         self._alike: dict[tuple[Any, ...], MappingNode] = {}
+        self._containers = 0
         self._deepest = 0  # of the containers
         self._deepest_part = 0  # of keys and such: lists in lists
 
@@ -153,7 +154,8 @@ class Walker:
         """
         node, kid = self.walk(state, "", 0)
         structure = msgspec.msgpack.encode(node)
-        self._check_size(structure)
+        self._check_size(len(structure))
+        self._check_depth(structure)
         return Tree(
             structure, tuple(self.paths), tuple(self.tensor_slots),
             tuple([self.paths[slot] for slot in self.tensor_slots]), tuple(self.object_slots),
@@ -161,24 +163,29 @@ class Walker:
             tuple(self.optimizer_paths), kid,
         )  # fmt: skip
 
-    def _check_size(self, structure: bytes) -> None:
+    def _check_size(self, structure_bytes: int) -> None:
         """What no reader would take is refused here, where its place can be named."""
         reason = None
         if len(self.paths) > MAX_LEAVES:
-            reason = f"{len(self.paths)} tensors and plain values (limit {MAX_LEAVES})"
-        elif len(structure) > MAX_STRUCTURE_BYTES:
-            reason = f"names of {len(structure)} bytes in all (limit {MAX_STRUCTURE_BYTES})"
+            reason = f"{len(self.paths)} or more tensors and plain values (limit {MAX_LEAVES})"
+        elif structure_bytes > MAX_STRUCTURE_BYTES:
+            reason = (
+                f"names and containers of {structure_bytes} bytes in all"
+                f" (limit {MAX_STRUCTURE_BYTES})"
+            )
         if reason is not None:
             size = Counter[str]()
             for path in self.paths:
                 size[path.rpartition("/")[0]] += len(path)
-            place = size.most_common(1)[0][0]
+            place = max(size, key=lambda at: size[at], default="")
             raise InvalidInputError(
                 f"cannot save a state with {reason}; most of it is at {place!r}",
                 kind="unsupported-value",
                 hint="hold many small values in one list, NumPy array or tensor",
                 path=place,
             )
+
+    def _check_depth(self, structure: bytes) -> None:
         if 3 * (self._deepest + 2) + self._deepest_part < MAX_STRUCTURE_DEPTH:
             return
         try:
@@ -242,6 +249,8 @@ class Walker:
     def _container(
         self, value: Any, path: str, depth: int, origin: Origin | None
     ) -> tuple[Any, Kid]:
+        self._containers += 1  # each takes four bytes and more
+        self._check_size(4 * self._containers)  # at once: met again and again, a few are many
         kind = kind_of(value)
         if kind in MAPPINGS:
             return self._mapping(value, path, depth, origin)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 import torch
 
+from .containers import items_of
 from .copying import same_bits
 from .nodes import kind_of
 from .targets import is_a
@@ -51,11 +52,8 @@ def _copy_results(value: Any, memo: dict[int, Any]) -> None:
     if is_a(value, torch.Tensor):
         if not value.is_leaf:
             memo[id(value)] = value.detach().clone()
-    elif is_a(value, Mapping):
-        for item in value.values():
-            _copy_results(item, memo)
-    elif is_a(value, list, tuple):
-        for item in value:
+    else:
+        for item in (items_of(value) or {}).values():
             _copy_results(item, memo)
 
 
@@ -80,11 +78,18 @@ def alike(left: Any, right: Any) -> bool:
         return same_bits(left, right)
     if kind_of(left) is not kind_of(right):
         return False
-    if is_a(left, Mapping):
-        return list(left) == list(right) and all(alike(left[key], right[key]) for key in left)
-    if is_a(left, list, tuple):
-        return len(left) == len(right) and all(map(alike, left, right))
+    items, others = items_of(left), items_of(right)
+    if items is not None and others is not None:
+        same = list(items) == list(others) and _held(left) == _held(right)
+        return same and all(alike(items[key], others[key]) for key in items)
     if is_a(left, np.ndarray):
         same = (left.dtype, left.shape) == (right.dtype, right.shape)
         return same and left.tobytes() == right.tobytes()
+    if is_a(left, float):
+        return left.hex() == right.hex()
     return bool(left == right) or (left != left and right != right)
+
+
+def _held(container: Any) -> tuple[Any, Any]:
+    """What a deque or defaultdict holds besides its items."""
+    return getattr(container, "maxlen", None), getattr(container, "default_factory", None)

@@ -9,6 +9,7 @@ import contextlib
 import os
 import subprocess
 import sys
+from collections import OrderedDict, deque
 from pathlib import Path
 from typing import Any
 
@@ -358,6 +359,34 @@ def test_workers_forked_beside_saves(tmp_path: Path) -> None:
         ckpt.wait()
         expected = training.copy()
     training.check(tmp_path, number - 1, expected)
+
+
+class Window:
+    """An object that holds tensors in containers of several kinds."""
+
+    def __init__(self, value: float) -> None:
+        t = torch.full((4,), value, device=DEVICE)
+        self.held = {"pair": (t, [t + 1]), "last": deque([t + 2], 3), "named": OrderedDict(t=t + 3)}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.held
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.held = state
+
+
+def test_objects_get_their_tensors_on_the_device(tmp_path: Path) -> None:
+    """Those in tuples, queues and ordered dicts came back on the host."""
+    with checkpointer(tmp_path, {"window": Window(1.0)}) as ckpt:
+        ckpt.save(1).result(120)
+    window = Window(5.0)
+    with checkpointer(tmp_path, {"window": window}) as ckpt:
+        ckpt.restore()
+    pair, last, named = window.held.values()
+    found = [pair[0], *pair[1], *last, *named.values()]
+    assert [t.tolist() for t in found] == [[float(n)] * 4 for n in (1, 2, 3, 4)]
+    assert {t.device for t in found} == {pair[0].device}
+    assert pair[0].device.type == torch.device(DEVICE).type
 
 
 # case 69

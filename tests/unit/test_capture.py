@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import ctypes
 import gc
+import re
 import time
 import weakref
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from deltackpt import spans, tree
 from deltackpt.buffers import BufferPool
 from deltackpt.capture import Capture
+from deltackpt.state_check import check_state
 
 
 def trained(
@@ -780,6 +782,24 @@ def test_more_than_a_manifest_holds_is_refused_where_it_is(
         take({"a": 1, "seen": {"ids": state}})
     assert caught.value.context["path"] == "seen/ids"
     assert caught.value.hint
+
+
+@pytest.mark.parametrize("leaf", [1, torch.ones(1), {}])
+def test_containers_that_are_met_again_and_again_are_refused_in_time(
+    leaf: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Thirty dicts that each hold the next one twice kept a save busy until memory was out."""
+    monkeypatch.setattr(tree, "MAX_LEAVES", 50)
+    monkeypatch.setattr(tree, "MAX_STRUCTURE_BYTES", 1000)
+    state = leaf
+    for _ in range(12):
+        state = {"a": state, "b": state}
+    for use in (take, check_state):
+        with pytest.raises(InvalidInputError, match=r"limit (50|1000)") as caught:
+            use({"x": state})
+        found = re.search(r"(\d+) (or more|bytes)", str(caught.value))
+        assert found
+        assert int(found[1]) < 1100
 
 
 def test_deep_keys_in_deep_containers_are_refused() -> None:

@@ -99,6 +99,19 @@ def test_expanded_target_is_written_through_its_one_row() -> None:
     assert not repeats_like(target, torch.arange(12.0).view(3, 4))
 
 
+@pytest.mark.parametrize("lazy", [False, True])
+def test_expanded_target_with_a_lazy_bit(lazy: bool) -> None:
+    """PyTorch refuses the copy, which had begun to change the objects of a restore."""
+    base = torch.zeros(4, dtype=torch.complex64)
+    source = torch.tensor([1 + 2j, 3j, 4, -5 - 6j])
+    source = (source.conj().resolve_conj().conj() if lazy else source).expand(3, 4)
+    copy_bits(base.conj().expand(3, 4), source)
+    assert base.tolist() == [1 - 2j, -3j, 4, -5 + 6j]
+    copy_bits(base.conj().imag.expand(3, 4), torch.full((3, 1), -7.0).expand(3, 4))
+    assert base.imag.tolist() == [7.0] * 4
+    assert base.real.tolist() == [1.0, 0.0, 4.0, -5.0]
+
+
 def test_parameters_are_written_without_a_graph() -> None:
     target = torch.nn.Parameter(torch.zeros(3))
     copy_bits(target, torch.ones(3))

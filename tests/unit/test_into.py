@@ -589,6 +589,87 @@ def test_a_failing_part_leaves_everything_as_it_was(keeper: Keeper, culprit: str
     assert_alike(picture(target), picture(everything(1)))
 
 
+@pytest.mark.parametrize("held", [list, deque])
+def test_what_a_failing_part_holds_in_queues_is_put_back(
+    keeper: Keeper, held: Callable[[Any], Any]
+) -> None:
+    """A replay buffer was put back, and the target called incomplete all the same."""
+    # case 152
+
+    def make(seed: int) -> Part:
+        result = torch.full((4,), float(seed), requires_grad=True) * 2
+        return Part({"buffer": held([torch.full((3,), seed), {"x": np.arange(3)}, result])})
+
+    keeper.save({"part": make(1), "n": 1}, 1)
+    target = {"part": make(2), "n": 2}
+    target["part"].fail = True
+    before = target["part"].value
+    with pytest.raises(StateError, match="as it was before") as caught:
+        back(keeper, target)
+    assert caught.value.kind == "apply-failed"
+    assert target["part"].value is before
+    target["part"].fail = False
+    back(keeper, target)
+    assert target["part"].value["buffer"][0].tolist() == [1, 1, 1]
+
+
+class Turned(Part):
+    """Takes what it is given into the list that it has; fails at the first time."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value[:] = state["value"]
+        if self.fail:
+            del self.value[1:]
+            self.value[0] = -self.value[0]
+            raise KeyError("extra")
+
+
+def test_a_zero_of_the_other_sign_is_not_put_back(keeper: Keeper) -> None:
+    # case 23, case 152
+    keeper.save({"part": Part([0.0, 1.0])}, 1)
+    target = Turned([0.0])
+    target.fail = True
+    with pytest.raises(StateError) as caught:
+        back(keeper, {"part": target})
+    assert caught.value.kind == "incomplete-target"
+
+
+@pytest.mark.parametrize("low_memory", [False, True])
+def test_an_object_at_two_places_takes_one_state(keeper: Keeper, low_memory: bool) -> None:
+    """The state saved for its last place won, without a word."""
+    # case 41, case 146
+    model, _ = pair(1)
+    slow, fast = (torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9) for lr in (0.1, 0.7))
+    keeper.save({"m": model, "slow": slow, "fast": fast, "a": Part([1]), "l": [Part([2])]}, 1)
+    keeper.save({"m": model, "slow": slow, "fast": slow, "a": Part([3]), "l": [Part([3])]}, 2)
+    optimizer, part = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9), Part([0])
+    state = {"m": model, "slow": optimizer, "fast": optimizer, "a": part, "l": [part]}
+    with pytest.raises(MismatchError) as caught:
+        back(keeper, state, step=1, low_memory=low_memory)
+    assert caught.value.context["mismatched"] == (
+        "fast: another state than 'slow' in the checkpoint, one object at both places here",
+        "l/0: another state than 'a' in the checkpoint, one object at both places here",
+    )
+    assert (part.value, optimizer.param_groups[0]["lr"]) == ([0], 0.3)
+    done = back(keeper, state, step=1, strict=False, low_memory=low_memory)
+    assert {mismatch.path for mismatch in done.mismatched} == {"fast", "l/0"}
+    assert (part.value, optimizer.param_groups[0]["lr"]) == ([1], 0.1)
+    back(keeper, state, step=1, only=["l/*", "fast"], low_memory=low_memory)
+    assert (part.value, optimizer.param_groups[0]["lr"]) == ([2], 0.7)
+    back(keeper, state, step=2, low_memory=low_memory)
+    assert (part.value, optimizer.param_groups[0]["lr"]) == ([3], 0.1)
+
+
+def test_what_an_object_holds_on_the_meta_device_comes_with_its_values(keeper: Keeper) -> None:
+    # case 144
+    with torch.device("meta"):
+        target = Part({"t": (torch.zeros(3), [torch.zeros(3)]), "u": torch.zeros(2)})
+    saved = {"t": (torch.ones(3), [torch.ones(3)]), "u": torch.ones(2)}
+    keeper.save({"part": Part(saved)}, 1)
+    back(keeper, {"part": target})
+    assert_alike(target.value, saved)
+
+
 def test_a_failing_part_of_a_streamed_restore_is_said_to_leave_pieces(keeper: Keeper) -> None:
     # case 152
     keeper.save(everything(1), 1)

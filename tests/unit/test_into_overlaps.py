@@ -53,6 +53,11 @@ def hankel() -> dict[str, torch.Tensor]:
     return {"h": torch.arange(3999.0).as_strided((2000, 2000), (1, 1))}
 
 
+def expanded_lazily() -> dict[str, torch.Tensor]:
+    row = torch.complex(torch.arange(600.0), -torch.arange(600.0)).conj()
+    return {"conj": row.expand(4, 600), "negative": row.imag.unsqueeze(1).expand(600, 3)}
+
+
 def expanded_without_elements() -> dict[str, torch.Tensor]:
     """Of strides by which the last element would lie before the first."""
     none = torch.arange(9.0)[:0]
@@ -60,7 +65,7 @@ def expanded_without_elements() -> dict[str, torch.Tensor]:
 
 
 OVERLAPPING = [
-    hankel,
+    hankel, expanded_lazily,
     windows, windows_with_gaps, windows_and_base, conjugate_parts, transposed_with_gaps, unaligned,
     buffer_of_parameters,
 ]  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict, deque
 from typing import Any
 
 import numpy as np
@@ -220,3 +220,63 @@ def test_plain_tensors_of_which_none_fits_are_refused(keeper: Keeper) -> None:
             back(keeper, state, strict=False)
         assert caught.value.kind == "no-match"
     assert wrong.tolist() == [0.0] * 4
+
+
+def test_a_container_at_two_places_holds_one_content(keeper: Keeper) -> None:
+    """The content that was saved for its last place came back at all of them."""
+    # case 28
+    saved = {
+        "lists": [[1], [2, 3], [1]], "dicts": {"a": {"k": float("nan")}, "b": {"k": 2}},
+        "queues": (deque([1.0], 5), deque([2.0], 5)), "outer": [[torch.ones(3)], [torch.ones(3)]],
+    }  # fmt: skip
+    keeper.save({"meta": saved, "top": [1], "other": [4]}, 1)
+    keeper.save({"meta": {"dicts": {"a": {"k": 1, "l": 2}, "b": {"k": 1, "l": 3}}}}, 2)
+    listed: list[Any] = [0]
+    mapped: dict[str, Any] = {"k": 0}
+    queue, tensors = deque([0.0], 5), [torch.zeros(3)]
+    meta: dict[str, Any] = {
+        "lists": [listed] * 3, "dicts": {"a": mapped, "b": mapped}, "queues": (queue, queue),
+        "outer": [tensors, tensors],
+    }  # fmt: skip
+    state = {"meta": meta, "top": listed, "other": listed}
+    done = back(keeper, state, step=1)
+    assert meta["lists"] == [[1], [2, 3], [1]]
+    assert meta["lists"][0] is listed
+    assert meta["lists"][2] is listed
+    assert (state["top"], state["other"], listed) == ([1], [4], [1])
+    assert done.values.keys() == {"other"}
+    assert meta["dicts"]["a"] is mapped
+    assert str(meta["dicts"]) == "{'a': {'k': nan}, 'b': {'k': 2}}"
+    assert meta["queues"] == (deque([1.0]), deque([2.0]))
+    assert meta["outer"][0] is meta["outer"][1] is tensors
+    assert tensors[0].tolist() == [1.0] * 3
+    meta["dicts"]["b"] = mapped
+    only = ["meta/dicts/a/k", "meta/dicts/b/l"]
+    back(keeper, state, step=2, only=only, strict=False)
+    assert meta["dicts"]["a"]["k"] == 1
+    assert meta["dicts"]["b"]["l"] == 3
+
+
+class Counted(dict[Any, Any]):
+    """Counts how often all of it is gone through."""
+
+    times = 0
+
+    def keys(self) -> Any:
+        self.times += 1
+        return super().keys()
+
+    def __iter__(self) -> Any:
+        self.times += 1
+        return super().__iter__()
+
+
+@pytest.mark.parametrize("saved", [{"kept": 1}, {"kept": 1, "gone": 5}])
+def test_what_goes_is_gone_through_once(keeper: Keeper, saved: dict[str, int]) -> None:
+    """Prevents: a restore that takes minutes where a list of losses has become a long one."""
+    keeper.save({"meta": saved}, 1)
+    gone = Counted(dict.fromkeys(range(90)))
+    meta: dict[str, Any] = {"kept": 0, "gone": gone}
+    back(keeper, {"meta": meta})
+    assert meta == saved
+    assert gone.times < 20
