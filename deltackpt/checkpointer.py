@@ -380,7 +380,7 @@ class Checkpointer:
         )
 
     def _drop(self, step: int, started: float) -> Save:
-        """A save that on_busy does not make; with "coalesce" a later call makes up for it."""
+        """A save that on_busy skips; with "coalesce" a later call does it instead."""
         policy = self._options.on_busy
         progress = SaveProgress(self._options.run, step, _no_delivery, started)
         self._skipped += 1
@@ -563,7 +563,7 @@ class Checkpointer:
             raise failure
 
     def _save_torn(self) -> None:
-        """Make up for a last save that was torn, where the loop tells its steps."""
+        """Repeat a last save that was torn, where the loop passes its step numbers."""
         if self._options.final and self._newest_step is not None and self._pipeline.failures.torn:
             self._save(self._newest_step, self._newest_metrics, must=True)
             self._wait_idle(None)

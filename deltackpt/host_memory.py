@@ -9,7 +9,7 @@ _VERSION_2 = ("max", "current", "")
 
 
 def available_bytes(root: str = "") -> int | None:
-    """Bytes to be had without swapping, within the limits of all cgroups that the process is in;
+    """Bytes available without swapping, within the limits of all cgroups that the process is in;
     None when the system does not say. `root` stands before all paths read."""
     free = list(_within_cgroups(root))
     machine = _fields(f"{root}/proc/meminfo").get("MemAvailable")

@@ -24,7 +24,7 @@ Signs = tuple[Sign, ...]
 class Source(msgspec.Struct, frozen=True, gc=False):
     """Where the bytes of one extent are until they have been staged.
 
-    `storage`, `begin`, `nbytes`: they are so many bytes of that storage, from byte `begin` on, on
+    `storage`, `begin`, `nbytes`: they are `nbytes` bytes of that storage, from byte `begin` on, on
     `device`: the tensor's, or the host for a copy that has landed there (see `landing`). No tensor
     is made of them before somebody asks for `data`: tensors wake the garbage collector.
     `live`: True when they are the training memory itself: read it before the next optimizer step;

@@ -119,7 +119,7 @@ def with_copies(staging: Staging, copies: Mapping[str, DeviceFigures]) -> Stagin
 
 
 def not_comparable() -> StateError:
-    """The error of a save that lacks the proof that what ought to be still has been so."""
+    """The error of a save without proof that what must not change has not changed."""
     return StateError(
         "the save that this one is relative to has failed", kind="relative-failed",
         hint="save again",

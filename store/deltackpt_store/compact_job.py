@@ -46,7 +46,7 @@ class _OrphanedError(Exception):
 
 
 def run_job(store: str, argument: str, parent: int) -> None:
-    """Compact the store at that path for the process `parent` until it is gone."""
+    """Compact the store at that path until the process `parent` has ended."""
     settings = msgspec.json.decode(argument, type=JobSettings)
     try:
         while True:

@@ -31,7 +31,7 @@ from deltackpt_store.step_groups import Shape, StepGroups
 SMALL_BYTES = 4 * 1024 * 1024
 """Packs up to this size are merged..."""
 MANY = 16
-"""...when there are so many of them."""
+"""...when there are this many of them."""
 
 _NONE = np.empty(0, np.int64)
 

@@ -35,7 +35,7 @@ HEAD_BYTES = 64 * 1024
 """The front of an encoded record is never longer."""
 
 _CACHE_BYTES = 8 * 1024 * 1024  # reference chunks kept, or
-_CACHE_CHUNKS = 12  # so many: what a chunk that follows from eight steps needs
+_CACHE_CHUNKS = 12  # as many as a chunk that follows from eight steps needs
 _REFERENCE_BYTES = 512 * 1024 * 1024  # raw bytes of references read for one chunk
 _REFERENCE_READS = 4096  # references read for one chunk, all depths together
 _HANDLES = 8

@@ -64,7 +64,7 @@ class FrameChannel:
         return self._exactly(size)
 
     def ready(self, seconds: float) -> bool:
-        """Whether bytes or the end of the stream come in so many seconds."""
+        """Whether bytes or the end of the stream arrive within that many seconds."""
         poll = select.poll()
         poll.register(self._socket.fileno(), select.POLLIN)
         return bool(poll.poll(seconds * 1000))

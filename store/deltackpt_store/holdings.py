@@ -201,7 +201,7 @@ class Holdings:
                 del self._unflushed[chunk_id]
 
     def doubt_all(self, absent: frozenset[str]) -> None:
-        """Nothing that was known of the store counts any more, save that these packs are absent."""
+        """Forget all that was known of the store, except that these packs are absent."""
         self._confirmer.ban(absent)
         self._uncommitted = MemoryIndex()
         self._durable.clear()

@@ -138,7 +138,7 @@ class Lease(_LockedFile):
             return False
 
     def acknowledge(self, generation: int, claims: Claims) -> None:
-        """Tell the collector that what `generation` condemns, save `claims`, is not built upon.
+        """Tell the collector that what `generation` condemns, except `claims`, is not built upon.
 
         StorageError when that cannot be said; the collector then goes on waiting.
         """

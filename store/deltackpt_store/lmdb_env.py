@@ -103,7 +103,7 @@ class Environment:
             for name in (_SEAL, _READERS):  # nobody has it open: the reader table is stale
                 _remove(os.path.join(self.directory, name))
             self._sweep()
-            _write_out(os.path.join(self.directory, _READERS), _READERS_BYTES)
+            _write_readers(os.path.join(self.directory, _READERS))
         else:
             seal = None
         env = lmdb.Environment(  # bytes: it takes no str that the locale cannot spell
@@ -303,11 +303,11 @@ def _opened(path: str) -> BinaryIO:
     return os.fdopen(open_regular(path, os.O_RDONLY), "rb")
 
 
-def _write_out(path: str, size: int) -> None:
-    """Make a file of `size` zeros that has its space already. OSError (ENOSPC)."""
+def _write_readers(path: str) -> None:
+    """Make the table of readers, all zeros, with its space allocated. OSError (ENOSPC)."""
     handle = open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     try:
-        if os.pwrite(handle, bytes(size), 0) != size:
+        if os.pwrite(handle, bytes(_READERS_BYTES), 0) != _READERS_BYTES:
             raise OSError(errno.ENOSPC, "no space for the table of readers", path)
     finally:
         os.close(handle)

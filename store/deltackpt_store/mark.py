@@ -232,7 +232,7 @@ def mark(
     ids: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> Marking:
-    """Mark from `roots` over all packs that lie in the store now, save those `without`.
+    """Mark from `roots` over all packs that lie in the store now, except those of `without`.
 
     `avoid` and `condemned` as of `Marking`, `ids` as of `Catalogue`. `progress` is called with
     (done, total), counting packs and manifests.

@@ -86,7 +86,7 @@ def _candidates(io: FileIO, handle: int, size: int) -> Iterator[int]:
 
 def _skip_hole(io: FileIO, handle: int, position: int, size: int) -> int:
     """Where data begins from `position` on: a hole of a file costs its maker nothing, and must not
-    cost its reader the time to read so many zeros. `position` itself where nobody knows of holes.
+    cost its reader the time to read so many zeros. `position` itself where holes are not reported.
     """
     if type(io) is not FileIO:
         return position

@@ -48,7 +48,7 @@ class _Chain:
         self.firsts: list[bytes] = []  # chunk ids of exp_avg from the anchor on
         self.steps: list[Step] = []
         self.since = -1  # number of the save that is the anchor
-        self.at = -1  # number of the save that the chain stands at
+        self.at = -1  # number of the save that the chain has reached
 
     def whole(self) -> bool:
         return FIRST in self.anchors and SECOND in self.anchors
@@ -62,7 +62,7 @@ class _Tried:
     def __init__(self) -> None:
         self.tried = self.won = self.noise = 0
         self.rest = 0  # anchors to sit out
-        self.sits_out = 1  # so many, when it fails again
+        self.sits_out = 1  # saves to sit out when it fails again
 
     def judge(self) -> bool:
         """Close the books on a save; False when the predictions were of no use."""

@@ -195,7 +195,7 @@ class Run:
             self._stop(error)
 
     def _take(self, limit: int) -> list[tuple[int, int]] | None:
-        """Units, or parts of them, of so many bytes together."""
+        """Units, or parts of them, of at most that many bytes together."""
         taken: list[tuple[int, int]] = []
         with self._lock:
             while self._left:

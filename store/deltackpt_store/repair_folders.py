@@ -61,7 +61,7 @@ def mend_folders(store: Store, others: Sequence[Store], *, dry_run: bool) -> lis
 
 
 def _runs(store: Store, copy: Store) -> Content:
-    """The records of the copy's commits, save those that were collected here."""
+    """The records of the copy's commits, except those that were collected here."""
     boundary = read_boundary(store)
     content: Content = {}
     with contextlib.suppress(DeltackptError):

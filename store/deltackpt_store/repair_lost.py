@@ -109,7 +109,7 @@ class LostRepair:
                 needed.add(copy.snapshot)
 
     def bring_back(self, missing: Iterable[bytes]) -> None:
-        """Make the commits again, oldest first, save those that need a chunk of `missing`."""
+        """Restore the commits, oldest first, except those that need a chunk of `missing`."""
         gone = frozenset(missing)
         for lost, copy in self._copies.items():
             if copy is None:

@@ -62,7 +62,7 @@ class PackRepair:
     def work(self, ids: Ids, lengths: NDArray[np.int64], *, dry_run: bool = False) -> None:
         """Make readable from other packs what the damaged ones hold, and the needed chunks `ids`.
 
-        With `dry_run` nothing is written, and what can be had counts as repaired. StorageError,
+        With `dry_run` nothing is written, and what a source has counts as repaired. StorageError,
         OSError; then the packs written so far stay, which harms nothing.
         """
         pending = self._unproved(self._todo(ids, lengths))
@@ -144,7 +144,7 @@ class PackRepair:
     # writing -------------------------------------------------------------------------------
 
     def _take(self, wanted: Wanted, *, verbatim: bool, dry_run: bool) -> set[bytes]:
-        """Write what can be had; the ids of that."""
+        """Write what any source has; the ids of that."""
         taken: set[bytes] = set()
         packs = None if dry_run else _Packs(self)
         try:

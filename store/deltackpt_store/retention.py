@@ -129,17 +129,17 @@ def apply(store: Store, run: str, keep: object, *, dry_run: bool = False) -> Ret
 
 
 _FILES_A_SAVE = 64
-"""A save goes without a listing of the run's folder for so many files that the last one found."""
+"""For each so many files in the last listing of the run's folder, one save goes without one."""
 _FILES_A_COMMIT = 16
-"""Commits are asked after one by one when there are so many times as many files."""
+"""With this many times as many files as commits, commits are looked up one by one instead."""
 
 
 class Retention:
     """The rules of one session, applied after each of its commits. Used by one thread.
 
     To list the run's folder takes time for every step that was ever retired and has not been
-    collected. So a long listing is made rarely, and in between the commits that it found are asked
-    after: others may have taken them off the list. What others put back on it is seen later.
+    collected. So a long listing is made rarely, and in between the commits that it found are looked
+    up: others may have taken them off the list. What others put back on it is seen later.
     """
 
     def __init__(self, store: Store, run: str, keep: Keep) -> None:
@@ -147,7 +147,7 @@ class Retention:
         self._run = run
         self._keep = keep
         self._known: dict[int, Commit] = {}
-        self._unlisted = 0  # so many saves go without a listing
+        self._unlisted = 0  # saves that still go without a listing
 
     def apply(self, newest: Commit) -> list[Commit]:
         """`newest`, of this run, has just become durable: take off what need not stay.

@@ -90,7 +90,7 @@ class Mailbox:
         return message
 
     def slots(self, first: protocol.Slot, most: int) -> list[protocol.Slot]:
-        """`first` and what has arrived of the same save right after it, at most so many."""
+        """`first` and the slots of the same save that arrived right after it, at most `most`."""
         slots = [first]
         while len(slots) < most and not self.idle():
             message = self._inbox.get()

@@ -1,7 +1,7 @@
 """A writer's standing with garbage collection: what it must not build upon, and whether it may.
 
 Rules (see `gc`). A writer takes a lease before it looks at anything; takes what the newest
-generation condemns out of all it may build upon, save what it claims, and acknowledges; and after
+generation condemns out of all it may build upon, except its claims, and acknowledges; and after
 each commit makes sure that no collection can have passed it by.
 """
 

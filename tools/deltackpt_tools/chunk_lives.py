@@ -33,7 +33,7 @@ class Lives:
         self._live = np.zeros(size, np.bool_)
 
     def grow(self, count: int) -> None:
-        """Add so many chunks, coded against nothing, to the end."""
+        """Append that many chunks, coded against nothing."""
         self._first = np.concatenate([self._first, np.full(count, self._first[-1])])
         self._uses = np.concatenate([self._uses, np.zeros(count, np.int64)])
         self._live = np.concatenate([self._live, np.zeros(count, np.bool_)])

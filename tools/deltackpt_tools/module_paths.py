@@ -54,7 +54,7 @@ class Folding:
 
 
 Depth = int | Literal["auto"]
-"""How modules are divided: by so many parts, or so that a readable number of them results."""
+"""How modules are divided: by a number of parts, or so that a readable number of them results."""
 
 ROWS = 60  # modules that are read at a glance
 _FEW = 8  # when there are fewer, one level more is shown, up to

@@ -110,7 +110,7 @@ def du(
     depth: Depth | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Usages:
-    """Who holds which bytes, by step and, with `depth`, by module of so many parts ("auto": as
+    """Which bytes belong to what, by step and, with `depth`, by module of so many parts ("auto": as
     many as make a readable list)."""
     if depth is not None:
         check_depth(depth)
