@@ -51,6 +51,7 @@ import os
 import platform
 import re
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -568,8 +569,10 @@ def overlap(check: Check, action: Any) -> None:
     stop = threading.Event()
 
     def repeat() -> None:
-        while not stop.is_set():
-            action()
+        # on a stream of its own: a save waits for what its stream has been given, here the products
+        with torch.cuda.device(check.device), torch.cuda.stream(torch.cuda.Stream()):
+            while not stop.is_set():
+                action()
 
     with ThreadPoolExecutor(1) as pool:
         done = pool.submit(repeat)
@@ -831,7 +834,8 @@ def several(check: Check, devices: int) -> None:
 # tests -------------------------------------------------------------------------------------------
 
 
-TEST_SECONDS = 150
+TEST_SECONDS = 170
+"""Of each test, which gives processes of its own 140."""
 
 
 def section_tests(check: Check) -> None:
@@ -871,10 +875,17 @@ def pytest(*arguments: str) -> subprocess.CompletedProcess[str]:
     environment.pop("TRITON_INTERPRET", None)
     if DRY:
         environment["DELTACKPT_TEST_DEVICE"] = "cpu"
-    return subprocess.run(
-        [*command, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True,
-        check=False, timeout=TEST_SECONDS,
+    running = subprocess.Popen(
+        [*command, *arguments], cwd=ROOT, env=environment, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
+    try:
+        out, err = running.communicate(timeout=TEST_SECONDS)
+    except subprocess.TimeoutExpired:
+        os.killpg(running.pid, signal.SIGKILL)  # and what it has started, which holds the pipes
+        running.communicate()
+        raise
+    return subprocess.CompletedProcess(command, running.returncode, out, err)
 
 
 def default_out() -> Path:
