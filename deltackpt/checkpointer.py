@@ -20,6 +20,7 @@ from deltackpt_store.errors import (
 )
 from deltackpt_store.manifest import Commit
 from deltackpt_store.names import check_step
+from deltackpt_store.presence import check_there
 from deltackpt_store.store import Store
 
 from .best_metric import BestMetric
@@ -413,13 +414,15 @@ class Checkpointer:
         retention and collection leave the restored step alone. With `only`, which takes
         parts of a step, saves go on as before.
 
-        Raises what `restore_into` raises; `NotFoundError` for a step whose save has failed has
-        that failure as its cause.
+        Raises what `restore_into` raises; `StorageError` (kind "store-vanished") when the store is
+        not there any more; `NotFoundError` for a step whose save has failed has that failure as
+        its cause.
         """
         refuse_waiting(self._pipeline)
         own = self._options.run
         with self._calls.exclusive():
             self._wait_idle(None)
+            self._check_there()
             try:
                 restored, held = restore_and_hold(
                     self._store, self._state, run=own if run is None else run, step=step,
@@ -442,12 +445,20 @@ class Checkpointer:
             return restored
 
     def steps(self) -> list[int]:
-        """The steps of this run that can be restored, oldest first; empty for a new run."""
+        """The steps of this run that can be restored, oldest first; empty for a new run.
+
+        Raises `StorageError` (kind "store-vanished") when the store is not there any more.
+        """
         self._calls.check_open()
+        self._check_there()
         try:
             return self._store.steps(self._options.run)
         except NotFoundError:
             return []
+
+    def _check_there(self) -> None:
+        """A store that is gone must not look like a new one, nor another one like this."""
+        check_there(self._store.io, self._store.path, self._store.uuid)
 
     def _continue_from(self, commit: Commit) -> None:
         """The live objects hold `commit` now: steps, intervals and change tables start there."""

@@ -26,7 +26,6 @@ from deltackpt_store.errors import (
     InvalidInputError,
     NotFoundError,
     StateError,
-    StorageError,
 )
 from deltackpt_store.index import ChunkIndex, MemoryIndex, refresh
 from deltackpt_store.intake import Arrived, Intake
@@ -170,7 +169,7 @@ class RunWriter:
                 self._index_is_old = False
                 self._adopt_base()
             self._complaint = ""
-        except StorageError as error:
+        except DeltackptError as error:
             if str(error) != self._complaint:  # said once, not every second
                 _log.warning("%s", error)
             self._complaint = str(error)

@@ -126,7 +126,8 @@ class StoreWriter:
     def heed(self) -> bool:
         """Let a waiting garbage collection go on; returns whether there is a new generation.
 
-        What it condemns is not built upon from here on. Costs one directory listing. StorageError.
+        What it condemns is not built upon from here on. Costs one directory listing. StorageError;
+        CorruptionError where the store has lost its folder ``runs``.
         """
         self._check_process()
         try:

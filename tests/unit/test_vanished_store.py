@@ -15,9 +15,11 @@ from typing import Literal
 import msgspec
 import pytest
 import torch
+from deltackpt_store import serve
 from deltackpt_store.client import WriterClient
 from deltackpt_store.compact import compact
 from deltackpt_store.errors import (
+    CorruptionError,
     DeltackptError,
     StateError,
     StorageError,
@@ -149,6 +151,49 @@ def test_a_new_writer_makes_no_new_store(tmp_path: Path) -> None:
         ckpt.close()
     assert deltackpt.steps(path)[0] == 1
     assert verify(Store.open(path), level="restore").ok
+
+
+@pytest.mark.parametrize("there", ["nothing", "another store"])
+def test_a_store_that_is_gone_is_no_new_run(tmp_path: Path, there: str) -> None:
+    """restore() returned None, as on a fresh run, or took a step of a store that is not this one's;
+    steps() was empty."""
+    path = tmp_path / "store"
+    with deltackpt.Checkpointer(path, {"at": torch.zeros(9)}, writer="thread", run="x") as ckpt:
+        ckpt.save(1).result()
+        path.rename(tmp_path / "away")
+        if there == "another store":
+            other = {"at": torch.ones(9)}
+            with deltackpt.Checkpointer(path, other, writer="thread", run="x") as beside:
+                beside.save(7)
+        for call in (ckpt.restore, ckpt.steps):
+            with pytest.raises(StorageError) as caught:
+                call()
+            assert caught.value.kind == "store-vanished"
+        if there == "another store":
+            path.rename(tmp_path / "other")
+        (tmp_path / "away").rename(path)
+        restored = ckpt.restore()
+        assert restored is not None
+        assert (restored.step, ckpt.steps()) == (1, [1])
+
+
+def test_a_writer_survives_the_loss_of_the_folder_runs(
+    trainer: ToyTrainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It died when it next looked for a collection, with a traceback for its last words."""
+    monkeypatch.setattr(serve, "ATTEND_SECONDS", 0.0)
+    runs, away = tmp_path / "store/runs", tmp_path / "runs"
+    trainer.save_now(1)
+    last = trainer.table, trainer.relative
+    runs.rename(away)
+    for kind, step in (("storage", 2), ("damaged-store", 3), ("damaged-store", 4)):
+        with pytest.raises((StorageError, CorruptionError)) as caught:
+            trainer.save_now(step)
+        assert caught.value.kind == kind
+        trainer.table, trainer.relative = last
+    away.rename(runs)
+    trainer.save_now(5)
+    assert check_run(str(tmp_path / "store")) == [1, 5]
 
 
 # copies -----------------------------------------------------------------------------------------
