@@ -32,7 +32,9 @@ PROBE_PREFIX = "probe-"
 _ALIVE = "alive"
 _TRIES = 20
 _MAGIC = b"DCKPTLC\x01"
-_CANNOT_TRY = frozenset((errno.EROFS, errno.EACCES, errno.EPERM, *FULL))
+_CANNOT_TRY = frozenset((errno.EROFS, errno.EACCES, errno.EPERM))
+_SCARCE = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EFBIG, *FULL))
+"""What tells of this process, or of this moment, and nothing of the place."""
 _TRY_LOCK = (
     "import fcntl,os,sys\n"
     "fd=os.open(sys.argv[1],os.O_RDWR)\n"
@@ -110,7 +112,8 @@ def probe(io: FileIO, directory: str, *, other_process: bool = False) -> list[Pr
     """Try everything in a folder of its own below `directory` (made if need be), and remove it.
 
     `other_process` also tries whether a lock keeps another process out, which takes a moment.
-    OSError when nothing can be tried there (read-only, no permission, full).
+    OSError when nothing can be tried there (read-only, no permission, full), or not now (too many
+    open files, no memory).
     """
     make_directories(io, directory)
     remove_dead_probes(io, directory)
@@ -206,7 +209,7 @@ class _Probe:
         try:
             wrong = attempt()
         except OSError as error:
-            if error.errno in _CANNOT_TRY and not self._found:
+            if error.errno in _SCARCE or (error.errno in _CANNOT_TRY and not self._found):
                 raise
             wrong = error.strerror or str(error)
         self._found.append(Primitive(name, not wrong, wrong or "works", vital, without))

@@ -108,6 +108,48 @@ def test_what_is_missing_is_found_and_said(
         assert not caplog.text, "once is enough"
 
 
+class Scarce(FileIO):
+    """The n-th file that is made, or directory that is synced, meets a limit of the moment."""
+
+    def __init__(self, code: int, nth: int) -> None:
+        self._code, self.left = code, nth
+
+    def _count(self, path: str) -> None:
+        self.left -= 1
+        if not self.left:
+            raise OSError(self._code, os.strerror(self._code), path)
+
+    def create(self, path: str, mode: int = 0o666) -> int:
+        self._count(path)
+        return super().create(path, mode)
+
+    def lock(self, path: str, *, create: bool = False) -> int:
+        if not path.endswith("alive"):  # without that one a probe is not cleaned up after
+            self._count(path)
+        return super().lock(path, create=create)
+
+    def sync_directory(self, path: str) -> None:
+        self._count(path)
+        super().sync_directory(path)
+
+
+@pytest.mark.parametrize(
+    "code", [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EFBIG, errno.ENOSPC, errno.EDQUOT]
+)
+def test_a_limit_of_the_moment_is_not_held_against_the_place(
+    tmp_path: Path, code: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A training at its limit of open files was told to use another file system."""
+    nth, io = 0, Scarce(code, 0)
+    while io.left <= 0:  # until the probe makes fewer calls
+        nth, io = nth + 1, Scarce(code, nth)
+        if nth > 1:
+            (tmp_path / "cache/location").unlink(missing_ok=True)
+        check_location(io, str(tmp_path))
+        assert not caplog.text
+    assert nth > 10
+
+
 def test_this_file_system_has_everything_that_is_vital(tmp_path: Path) -> None:
     found = probe(FileIO(), str(tmp_path), other_process=True)
     assert all(p.works for p in found if p.vital)
