@@ -120,7 +120,7 @@ class Compactions:
         except RuntimeError as error:  # the system allows no more threads
             self._deliver(WriterError(
                 f"no thread can be started for compaction: {error}", kind="no-thread",
-                hint="raise the limit on threads or processes (ulimit -u)",
+                hint="raise the limit on threads, processes or memory (ulimit -u, -v)",
             ))  # fmt: skip
         else:
             self._thread = thread

@@ -252,7 +252,7 @@ class SavePipeline:
             raise StateError(  # the system gives no more threads: try again next time
                 f"no thread can be started for saving: {error}",
                 kind="no-thread",
-                hint="raise the limit on threads or processes (ulimit -u)",
+                hint="raise the limit on threads, processes or memory (ulimit -u, -v)",
             ) from error
 
     def _run(self, loop: Callable[[], None]) -> None:

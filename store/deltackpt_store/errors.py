@@ -118,7 +118,7 @@ def no_thread(error: RuntimeError) -> WriterError:
     """The error of a writer that gets no thread; `error` is what starting one said."""
     return WriterError(
         f"no thread can be started for the writer: {error}",
-        kind="no-thread", hint="raise the limit on threads or processes (ulimit -u)",
+        kind="no-thread", hint="raise the limit on threads, processes or memory (ulimit -u, -v)",
     )  # fmt: skip
 
 

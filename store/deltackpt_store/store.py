@@ -264,7 +264,12 @@ def absolute_path(path: str | os.PathLike[str]) -> str:
     try:
         return os.path.realpath(text)
     except OSError as error:  # the working directory was removed
-        raise storage_error(error, "find the directory of the relative path", text) from error
+        raise StorageError(
+            f"cannot find the directory of the relative path {text}: {error.strerror or error}",
+            hint="the directory that this process works in was removed: name a path from the root",
+            errno=error.errno,
+            path=text,
+        ) from error
 
 
 def _check_mode(mode: Any) -> None:

@@ -269,7 +269,7 @@ def test_no_thread_for_the_writer_is_an_error_and_leaves_nothing_behind(
         patch.setattr(threading.Thread, "start", refuse)
         with pytest.raises(WriterError, match="no thread can be started") as caught:
             start(mode=mode)
-        assert "ulimit -u" in caught.value.hint
+        assert "ulimit -u, -v" in caught.value.hint
         del caught
     for pid in started:
         with pytest.raises(ChildProcessError):  # it has ended and is no zombie

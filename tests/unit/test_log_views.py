@@ -62,6 +62,12 @@ def test_wrong_clocks_do_not_put_a_step_before_its_parent() -> None:
     assert lines == ["*  a3", "*  a2", "*  a1"]
 
 
+def test_wrong_clocks_do_not_reorder_a_run_with_gaps() -> None:
+    gap = ":  (continues a step that was removed)"
+    entries = entry("a1", None, 900), entry("a3", "a2", 5), entry("a5", "a4", 7)
+    assert drawn(*entries) == ["*  a5", gap, "*  a3", gap, "*  a1"]
+
+
 def test_what_retention_removed_is_shown_as_a_gap() -> None:
     assert drawn(entry("a5", "a4", 5)) == ["*  a5"]  # nothing older is left
     assert drawn(entry("a5", "a4", 5), entry("a1", None, 1)) == [

@@ -18,14 +18,26 @@ def _gap(parent: Parent, entries: Iterable[LoggedStep]) -> str:
     return "continues a step that was removed" if older else ""
 
 
+def _times(entries: Iterable[LoggedStep]) -> dict[str, float]:
+    """When each commit was made, by digest: not before an earlier one of its run, whatever clocks
+    say."""
+    times: dict[str, float] = {}
+    newest: dict[str, float] = {}
+    for entry in sorted(entries, key=lambda entry: entry.number):
+        newest[entry.run] = max(entry.created, newest.get(entry.run, entry.created))
+        times[entry.digest] = newest[entry.run]
+    return times
+
+
 def graph(entries: Iterable[LoggedStep], describe: Describe) -> list[str]:
     """One line per commit, newest first, each after everything that continues it.
 
     ``*`` is a commit; a ``|`` is a line of commits passing by; ``/`` is where a fork leaves the
     line it continues. Among commits that do not continue each other the later made comes first
-    (times only order what nothing else orders).
+    (times only order what nothing else orders: within a run numbers do).
     """
     by_digest = {entry.digest: entry for entry in entries}
+    made = _times(by_digest.values())
     children = dict.fromkeys(by_digest, 0)
     for entry in by_digest.values():
         if entry.parent is not None and entry.parent.digest in children:
@@ -33,7 +45,7 @@ def graph(entries: Iterable[LoggedStep], describe: Describe) -> list[str]:
     ready: list[tuple[float, int, str]] = []
     for entry in by_digest.values():
         if not children[entry.digest]:
-            heappush(ready, (-entry.created, -entry.number, entry.digest))
+            heappush(ready, (-made[entry.digest], -entry.number, entry.digest))
     columns: list[str | None] = []  # the commit that each line waits for
     lines: list[str] = []
     while ready:
@@ -64,5 +76,5 @@ def graph(entries: Iterable[LoggedStep], describe: Describe) -> list[str]:
         children[parent.digest] -= 1
         if not children[parent.digest]:
             above = by_digest[parent.digest]
-            heappush(ready, (-above.created, -above.number, above.digest))
+            heappush(ready, (-made[above.digest], -above.number, above.digest))
     return lines
