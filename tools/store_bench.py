@@ -9,10 +9,10 @@ packs. Only a temporary directory is touched.
 
 from __future__ import annotations
 
+import argparse
 import gc
 import json
 import os
-import sys
 import tempfile
 import time
 import tracemalloc
@@ -110,7 +110,9 @@ def memory(path: str) -> tuple[int, int]:
 
 
 def main() -> None:
-    records = int(sys.argv[1]) if len(sys.argv) > 1 else 1_000_000
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("records", type=int, nargs="?", default=1_000_000)
+    records: int = parser.parse_args().records
     with tempfile.TemporaryDirectory() as directory:
         path = f"{directory}/store"
         build(Store.create(path, io=FileIO()), records)
