@@ -9,6 +9,7 @@ comes after that cannot fail.
 
 from __future__ import annotations
 
+import bisect
 import logging
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any
@@ -126,14 +127,17 @@ class Plan:
         present = optimizer_names(
             module_paths, [path for path, _, _ in found.optimizers], leaves, found.tensors
         )
-        check_matched(key_map, {path: _keys_below(step, path) for path in module_paths})
+        ordered = sorted(step.paths)
+        if key_map is not None:
+            keys = {path: _keys_below(step, ordered, path) for path in module_paths}
+            check_matched(key_map, keys)
         recorded = _recorded_names(step, key_map, module_paths)
         if key_map is not None:  # wrapper names of either side count no more than in the modules
             recorded, present = _without_wrappers(recorded, present, module_paths)
         for path, keys, value in found.all:
             node = _selected(step, descend(root, keys))
             if step.partial and not isinstance(value, nn.Module) and node is not None:
-                _refuse_part(step, path, node)
+                _refuse_part(step, ordered, path, node)
             state = flat_state(value, path) if isinstance(value, nn.Module) else None
             if isinstance(value, nn.Module) and state is not None:
                 module = ModuleTarget(
@@ -416,9 +420,16 @@ def _selected(step: Step, node: Any) -> Any:
     return node
 
 
-def _refuse_part(step: Step, path: str, node: Any) -> None:
+def _below(ordered: Sequence[str], path: str) -> Sequence[str]:
+    """Those of the `ordered` paths that lie below `path`."""
+    start = bisect.bisect_left(ordered, f"{path}/")
+    end = bisect.bisect_left(ordered, f"{path}0")  # no character is between / and 0
+    return ordered[start:end]
+
+
+def _refuse_part(step: Step, ordered: Sequence[str], path: str, node: Any) -> None:
     """An optimizer or other object takes its whole state or nothing."""
-    whole = sum(p == path or p.startswith(f"{path}/") for p in step.paths)
+    whole = (path in step.slots) + len(_below(ordered, path))
     part = sum(1 for _ in slots_of(node))
     if part != whole:
         raise InvalidInputError(
@@ -431,10 +442,10 @@ def _refuse_part(step: Step, path: str, node: Any) -> None:
         )
 
 
-def _keys_below(step: Step, path: str) -> list[str]:
+def _keys_below(step: Step, ordered: Sequence[str], path: str) -> list[str]:
     """The keys of the object at `path` in the checkpoint, selected or not."""
-    below = (p[len(path) + 1 :] for p in step.paths if p.startswith(f"{path}/"))
-    return list(dict.fromkeys(key_of(p.partition("/")[0]) for p in below))
+    below = sorted(_below(ordered, path), key=step.slots.__getitem__)
+    return list(dict.fromkeys(key_of(p[len(path) + 1 :].partition("/")[0]) for p in below))
 
 
 def _recorded_names(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from typing import Any
@@ -658,6 +659,24 @@ def test_an_object_at_two_places_takes_one_state(keeper: Keeper, low_memory: boo
     assert (part.value, optimizer.param_groups[0]["lr"]) == ([2], 0.7)
     back(keeper, state, step=2, low_memory=low_memory)
     assert (part.value, optimizer.param_groups[0]["lr"]) == ([3], 0.1)
+
+
+def test_no_object_looks_through_the_paths_of_all(keeper: Keeper) -> None:
+    """Prevents: a restore of a part whose time grows with the square of the number of objects."""
+    state = {"parts": [Part(number) for number in range(120)]}
+    keeper.save(state, 1)
+    asked = 0
+
+    def count(frame: Any, event: str, called: Any) -> None:
+        nonlocal asked
+        asked += event == "c_call" and called.__name__ == "startswith"
+
+    sys.setprofile(count)
+    try:
+        back(keeper, state, only="parts/*")
+    finally:
+        sys.setprofile(None)
+    assert asked < 20 * 120
 
 
 def test_what_an_object_holds_on_the_meta_device_comes_with_its_values(keeper: Keeper) -> None:
