@@ -45,6 +45,20 @@ def check_there(io: FileIO, root: str, uuid: bytes) -> None:
         raise vanished(root, "another store was put in its place")
 
 
+def check_not_empty(io: FileIO, root: str) -> None:
+    """Raise StorageError (kind ``store-vanished``) when nothing at all is left at `root`, as after
+    the store was moved or unmounted: what was looked for there is not damaged."""
+    try:
+        if io.list(root):
+            return
+    except OSError as error:
+        if error.errno not in _NOT_THERE:
+            return
+    error = vanished(root)
+    error.hint = "put it back where it was, or mount it again, and try again"
+    raise error
+
+
 def explain(io: FileIO, root: str, error: DeltackptError) -> DeltackptError:
     """`error`, or that the store is gone where that is what is behind it."""
     missing = isinstance(error, StorageError) and error.errno in _NOT_THERE

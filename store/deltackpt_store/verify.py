@@ -28,6 +28,7 @@ from deltackpt_store.lost_commits import LOST, lost_commits, read_boundary
 from deltackpt_store.manifest import Commit, Ids
 from deltackpt_store.names import is_digest_name, parse_number, relative_pack_path
 from deltackpt_store.pack_set import PackSet, is_damage, is_gone
+from deltackpt_store.presence import check_not_empty
 from deltackpt_store.scrub import Progress, scrub
 from deltackpt_store.scrub_check import BadRecord
 from deltackpt_store.store import Store
@@ -137,7 +138,8 @@ def verify(
     Where retention, collection or compaction has taken away meanwhile what was looked at, what
     looked damaged is checked again. A file that the system does not let be read is told as such
     (`Finding.unreadable`), and so is what depends on it; when that happens only while the chunks of
-    a pack are read, of which the table could be, StorageError.
+    a pack are read, of which the table could be, StorageError. StorageError of kind
+    ``store-vanished`` when the whole store was moved, deleted or unmounted meanwhile.
 
     `progress` is called with (bytes done, bytes in all) by one thread at a time.
     NotFoundError when `run` does not exist, InvalidInputError for an unknown level.
@@ -157,10 +159,14 @@ def verify(
         try:
             report = work.work(level, progress, threads)
         except (CorruptionError, StorageError):
+            check_not_empty(store.io, store.path)
             if not work.outdated():
                 raise
         else:
-            if report.ok or not work.outdated():
+            if report.ok:
+                return report
+            check_not_empty(store.io, store.path)
+            if not work.outdated():
                 return report
     return _Verification(store, run, budget, window, good).work(level, progress, threads)
 

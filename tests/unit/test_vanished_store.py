@@ -26,6 +26,7 @@ from deltackpt_store.errors import (
     UnsupportedFormatError,
     WriterError,
 )
+from deltackpt_store.fileio import FileIO
 from deltackpt_store.format_file import FORMAT_NAME, encode_format
 from deltackpt_store.gc import collect
 from deltackpt_store.names import number_name
@@ -175,6 +176,34 @@ def test_a_store_that_is_gone_is_no_new_run(tmp_path: Path, there: str) -> None:
         restored = ckpt.restore()
         assert restored is not None
         assert (restored.step, ckpt.steps()) == (1, [1])
+
+
+@pytest.mark.parametrize("left", ["nothing", "an empty folder"])
+@pytest.mark.parametrize("at", [8, 20])
+def test_a_store_that_goes_while_it_is_verified_is_not_damaged(
+    trainer: ToyTrainer, tmp_path: Path, left: str, at: int
+) -> None:
+    """All of it was told as missing, with the exit code of damage."""
+    for step in (1, 2, 3):
+        trainer.save_now(step)
+    trainer.client.close(60)
+    path = tmp_path / "store"
+
+    class Going(FileIO):
+        opened = 0
+
+        def open(self, name: str) -> int:
+            self.opened += 1
+            if self.opened == at:
+                path.rename(tmp_path / "away")
+                if left == "an empty folder":
+                    path.mkdir()
+            return super().open(name)
+
+    with pytest.raises(StorageError) as caught:
+        verify(Store.open(path, io=Going()), level="restore")
+    assert caught.value.kind == "store-vanished"
+    assert verify(Store.open(tmp_path / "away"), level="restore").ok
 
 
 def test_a_writer_survives_the_loss_of_the_folder_runs(
