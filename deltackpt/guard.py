@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 import threading
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any, cast
@@ -142,8 +143,8 @@ def optimizers_in(value: Any, depth: int = 4) -> Iterator[Optimizer]:
     items: Iterable[Any] = ()
     if isinstance(value, Mapping):
         items = cast("Mapping[Any, Any]", value).values()
-    elif isinstance(value, (list, tuple)):
-        items = cast("Sequence[Any]", value)
+    elif isinstance(value, (list, tuple, deque)):
+        items = cast("Iterable[Any]", value)
     if depth > 0:
         for item in items:
             if type(item) not in PLAIN:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -47,11 +48,12 @@ def halting() -> Iterator[Halting]:
 
 
 @pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("container", [list, deque])
 def test_a_save_inside_of_a_step_of_another_thread_is_refused(
-    opened: Opener, halting: Halting, overlap: bool
+    opened: Opener, halting: Halting, overlap: bool, container: Callable[[Any], Any]
 ) -> None:
     # case 49
-    ckpt = opened({"nested": [{"optimizer": halting}]}, overlap=overlap)
+    ckpt = opened({"nested": container([{"optimizer": halting}])}, overlap=overlap)
     ckpt.save(0).result(WAIT)
     thread = halting.begin()
     with pytest.raises(StateError, match="inside of the step") as caught:
