@@ -241,9 +241,12 @@ class Target:
         """Before anything is changed: find in the rebuilt state what an outline does not show."""
 
     def apply(self, state: Any, *, undo: bool) -> None:
-        """Put the rebuilt state into the object; with `undo`, so that :meth:`rollback` works."""
+        """Put the rebuilt state into the object; with `undo`, so that :meth:`rollback` works.
+
+        Every kind of target has its own way.
+        """
         raise NotImplementedError
 
     def rollback(self) -> None:
-        """Undo an :meth:`apply`, also one that raised half-way."""
+        """Undo an :meth:`apply`, also one that raised half-way; in the target's own way, too."""
         raise NotImplementedError

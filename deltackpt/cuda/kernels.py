@@ -24,7 +24,7 @@ Importing this module imports triton; everything else in the package does so onl
 # pyright: basic, reportOperatorIssue=false, reportIndexIssue=false, reportArgumentType=false
 # pyright: reportCallIssue=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 # pyright: reportAssignmentType=false
-# ruff: noqa: N803, N806, RUF005  (as said above)
+# ruff: noqa: N803, N806, RUF005  (constants in capitals, and no star in tuples, as said above)
 
 import triton
 import triton.language as tl

@@ -161,7 +161,7 @@ class _Scrub:
                 # Of threads that no Python code has started, such as those of a BLAS library.
                 warnings.simplefilter("ignore", DeprecationWarning)
                 pool.submit(os.getpid)  # the first task starts all of them
-        except (OSError, ImportError, NotImplementedError) as error:
+        except (OSError, ImportError, NotImplementedError) as error:  # the last two: no semaphores
             _log.info("verifying with threads, as processes cannot be started: %s", error)
             if pool is not None:
                 pool.shutdown()

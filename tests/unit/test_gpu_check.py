@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from extras import needs_triton
@@ -13,14 +12,11 @@ from extras import needs_triton
 TOOL = Path(__file__).parents[2] / "tools" / "gpu_check.py"
 
 
-def gpu_check(*args: str) -> Any:
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, str(TOOL), *args],
+        [sys.executable, *arguments], capture_output=True, text=True, check=False,
         env=dict(os.environ, OMP_NUM_THREADS="1"),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("sections", ["hash", "stage,copy", "tests,train,peers,multi,variants"])
@@ -28,7 +24,7 @@ def gpu_check(*args: str) -> Any:
 def test_a_dry_run_reports_every_figure(tmp_path: Path, sections: str) -> None:
     out = tmp_path / "result.json"
     out.write_text(json.dumps({"sections": {"earlier": {"ok": True}}}))
-    done = gpu_check("--dry", "--only", sections, "--out", str(out))
+    done = run(str(TOOL), "--dry", "--only", sections, "--out", str(out))
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads(out.read_text())
     assert set(result["sections"]) == {"earlier", *sections.split(",")}
@@ -48,10 +44,7 @@ def test_a_wrong_hash_fails_loudly(tmp_path: Path) -> None:
         "xxhash.xxh3_128_digest = lambda data, seed=0: bytes(16)\n"
         f"runpy.run_path({str(TOOL)!r}, run_name='__main__')\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False,
-        env=dict(os.environ, OMP_NUM_THREADS="1"),
-    )  # fmt: skip
+    done = run("-c", code)
     assert done.returncode == 1, done.stderr
     assert "FAILED" in done.stdout
     section = json.loads((tmp_path / "r").read_text())["sections"]["hash"]
@@ -88,10 +81,7 @@ def test_a_section_that_dies_or_hangs_is_reported_with_what_it_had(
         f"assert not tool['run_apart'](check, 'hash', command, {reserve})\n"
         "assert tool['run_here'](check, 'multi')\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=False,
-        env=dict(os.environ, OMP_NUM_THREADS="1"),
-    )  # fmt: skip
+    done = run("-c", script)
     assert done.returncode == 0, done.stderr
     sections = json.loads(out.read_text())["sections"]
     assert sections["hash"]["ok"] is False
@@ -118,10 +108,7 @@ def test_a_test_that_fails_leaves_the_others(tmp_path: Path) -> None:
         f"check = tool['Check'](pathlib.Path({str(tmp_path / 'r')!r}), 60)\n"
         "assert not tool['run_here'](check, 'tests')\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=False,
-        env=dict(os.environ, OMP_NUM_THREADS="1"),
-    )  # fmt: skip
+    done = run("-c", script)
     assert done.returncode == 0, done.stderr
     section = json.loads((tmp_path / "r").read_text())["sections"]["tests"]
     assert (section["ok"], section["error"]) == (False, "t.py::restored_a")
@@ -147,12 +134,12 @@ def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
 
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    done = gpu_check("--out", str(tmp_path / "r"))
+    done = run(str(TOOL), "--out", str(tmp_path / "r"))
     assert done.returncode == 2
     assert "no GPU is in reach" in done.stderr
 
 
 def test_unknown_sections_are_refused(tmp_path: Path) -> None:
-    done = gpu_check("--dry", "--only", "hash,cpoy", "--out", str(tmp_path / "r"))
+    done = run(str(TOOL), "--dry", "--only", "hash,cpoy", "--out", str(tmp_path / "r"))
     assert done.returncode == 2
     assert "cpoy" in done.stderr
