@@ -149,11 +149,6 @@ def restore_into(
     )  # fmt: skip
     if held is not None:
         held.release()
-    if restored is None and (runs := store.runs()):
-        _log.warning(
-            "nothing is restored: store %s has no step of run %r (its runs are %s)",
-            store.path, run, ", ".join(runs),
-        )  # fmt: skip
     return restored
 
 
@@ -200,8 +195,14 @@ def restore_and_hold(
             continue
         return job.result(commit, skipped, time.perf_counter() - began), held.take_over()
     if not skipped:
-        if expected and store.runs():
+        others = [name for name in store.runs() if name != run]
+        if expected and others:
             store.numbers(run)  # names the runs there are when it is not one of them
+        if others:  # a mistyped name would train from the beginning
+            _log.warning(
+                "nothing is restored: store %s has no step of run %r (its runs are %s)",
+                store.path, run, ", ".join(others),
+            )  # fmt: skip
         return None, None
     raise job.finished(nothing_verifies(run, skipped))
 

@@ -147,6 +147,24 @@ def test_another_run_that_does_not_exist_is_told_where_it_may_be_new(
     assert "no step of run 'main' (its runs are base, other)" in caplog.text
 
 
+def test_a_training_with_a_mistyped_run_is_warned_that_it_starts_over(
+    path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    shutil.copytree(path, tmp_path / "store")
+    with deltackpt.Checkpointer(
+        tmp_path / "store", {"x": torch.zeros(4)}, run="bsae", writer="thread"
+    ) as ckpt:
+        assert ckpt.restore() is None
+    assert "no step of run 'bsae' (its runs are base, other)" in caplog.text
+
+    caplog.clear()
+    with deltackpt.Checkpointer(
+        tmp_path / "new", {"x": torch.zeros(4)}, run="bsae", writer="thread"
+    ) as ckpt:
+        assert ckpt.restore() is None
+    assert not caplog.records  # nothing to mistake it for
+
+
 def test_what_is_restored_is_printed_without_the_whole_record(path: Path) -> None:
     restored = deltackpt.restore_into(path, {"x": torch.zeros(4)}, run="base")
     assert repr(restored).startswith("Restored(run='base', step=2, number=2, root='")
